@@ -1,0 +1,318 @@
+"""Activation norms ‖X_j‖₂ of the layers of a frozen model (paper, algorithm super_mask_generation, step 2).
+
+One forward pass with a pre-hook per layer; each hook adds the squares of its input to a running fp32 sum. No logits
+are computed unless the output layer itself is asked for.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .files import whole_file
+
+FORMAT = "activation_norms"
+FORMAT_VERSION = 1
+_FINGERPRINT_SAMPLES = 64
+
+Batch = Tensor | Mapping[str, Any]
+
+
+@dataclass
+class ActivationNorms:
+    """‖X_j‖₂ per layer, and how they were made.
+
+    Attributes:
+        norms: layer name (as in `model.named_modules()`) → (in_features,) fp32 on the CPU.
+        fingerprint: identifies the weights of those layers, see `model_fingerprint`.
+        provenance: how they were made: model, dataset, seed, samples, sequence length, tokens.
+    """
+
+    norms: dict[str, Tensor]
+    fingerprint: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, layer: str) -> Tensor:
+        try:
+            return self.norms[layer]
+        except KeyError:
+            raise ValueError(
+                f"{layer}: no activation norms for this layer; calibration covered {len(self.norms)} layers, "
+                f"{_some(self.norms)}. Calibrate again with the target modules that you train."
+            ) from None
+
+    def check_model(self, model: nn.Module, source: str = "these activation norms") -> None:
+        """Raise ValueError unless the norms were made for this model's weights."""
+        modules = dict(model.named_modules())
+        missing = [layer for layer in self.norms if layer not in modules]
+        if missing:
+            raise ValueError(
+                f"{source} were made for another model: this one has no layer {_some(missing)} "
+                f"(made for {self.provenance.get('model', 'an unnamed model')}). Calibrate this model."
+            )
+        for layer, norm in self.norms.items():
+            width = _base(modules[layer]).weight.shape[1]
+            if tuple(norm.shape) != (width,):
+                raise ValueError(
+                    f"{source} were made for another model: {layer} has {width} input features here, "
+                    f"{norm.numel()} in the norms. Calibrate this model."
+                )
+        found = model_fingerprint(model, self.norms)
+        if found is not None and found != self.fingerprint:
+            raise ValueError(
+                f"{source} were made for another model: its layers have the same shapes but other weights "
+                f"(made for {self.provenance.get('model', 'an unnamed model')}). Calibrate this model."
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file, whole or not at all."""
+        header = {"version": FORMAT_VERSION, "fingerprint": self.fingerprint, "provenance": self.provenance}
+        # One metadata entry: safetensors writes several in no fixed order, and equal norms shall be equal files.
+        metadata = {FORMAT: json.dumps(header, sort_keys=True)}
+        with whole_file(path) as temporary:
+            save_file({name: norm.contiguous() for name, norm in self.norms.items()}, temporary, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "ActivationNorms":
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not a safetensors file, truncated, or not a file of activation norms.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no file of activation norms at {path} (calibration_path).")
+        try:
+            with safetensors.safe_open(os.fspath(path), framework="pt") as opened:
+                metadata = opened.metadata() or {}
+                norms = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{path} is not a readable safetensors file ({error}); delete it and calibrate again."
+            ) from error
+        if FORMAT not in metadata:
+            raise ValueError(f"{path} is a safetensors file but holds no activation norms; calibration_path wants one.")
+        header = json.loads(metadata[FORMAT])
+        if header["version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has version {header['version']} of its format, this package reads {FORMAT_VERSION}; "
+                "update axolotl-supertune or calibrate again."
+            )
+        return cls(norms, header["fingerprint"], header["provenance"])
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    layers: Sequence[str] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> ActivationNorms:
+    """Run the frozen model over `batches` once and return ‖X_j‖₂ of every layer's input.
+
+    The model is run in eval mode under no_grad and left in the mode it was in.
+
+    Args:
+        model: a transformers model or any module; not yet wrapped by PEFT.
+        batches: token ids (batch, length), or mappings with `input_ids` and optionally `attention_mask`
+            (positions with mask 0 are left out), or whatever a non-transformers module's forward takes.
+            Batches are moved to the model's device.
+        layers: names of the layers to observe; default all `nn.Linear` but the output embedding.
+        provenance: what to record beside the norms (dataset, seed, …); model name, samples and tokens are added.
+        progress: show a bar with tokens per second.
+
+    Raises:
+        ValueError: no batch, an unknown layer, a layer that saw no token, or a sum that is NaN or infinite.
+    """
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        raise ValueError("calibrate takes the base model, before get_peft_model: this one already holds adapters.")
+    modules = dict(model.named_modules())
+    names = default_layers(model) if layers is None else list(layers)
+    unknown = [name for name in names if not isinstance(modules.get(name), nn.Linear)]
+    if not names or unknown:
+        raise ValueError(f"no layer to calibrate: {_some(unknown) if unknown else 'the model has no nn.Linear'}.")
+
+    sums = _SquareSums()
+    runner = _without_head(model, names)
+    device = next(model.parameters()).device
+    samples = tokens = 0
+    hooks = [modules[name].register_forward_pre_hook(sums.hook(name), with_kwargs=True) for name in names]
+    try:
+        with _eval_mode(model), torch.no_grad(), tqdm(unit="tok", unit_scale=True, disable=not progress) as bar:
+            bar.set_description("Calibrating")
+            for batch in batches:
+                inputs = _to_device(batch, device)
+                sums.start(inputs)
+                _run(runner, inputs)
+                shape = _ids(inputs).shape
+                samples += shape[0]
+                tokens += sums.real_tokens(shape)
+                bar.update(sums.real_tokens(shape))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if samples == 0:
+        raise ValueError("no calibration batch was given: calibrate needs at least one.")
+
+    norms = {name: sums.norm(name, modules[name].in_features) for name in names}
+    fingerprint = model_fingerprint(model, norms)
+    if fingerprint is None:
+        raise ValueError("the model's weights are on the meta device: calibration needs real weights.")
+    record = {"model": _model_name(model), "samples": samples, "tokens": tokens, **(provenance or {})}
+    return ActivationNorms(norms, fingerprint, record)
+
+
+def default_layers(model: nn.Module) -> list[str]:
+    """Names of all `nn.Linear` of the model but its output embedding."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name and module is not head
+    ]
+
+
+def model_fingerprint(model: nn.Module, layers: Iterable[str]) -> str | None:
+    """sha256 over the named layers' names, shapes and 64 evenly spaced weights each, rounded to bf16.
+
+    The rounding makes one checkpoint give one fingerprint whether it was loaded in fp32 or in bf16.
+
+    Returns:
+        The hex digest, or None if a weight is on the meta device.
+    """
+    modules = dict(model.named_modules())
+    digest = hashlib.sha256()
+    for layer in sorted(layers):
+        weight = _base(modules[layer]).weight.detach()
+        if weight.is_meta:
+            return None
+        flat = weight.reshape(-1)
+        step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
+        sample = flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16).cpu()
+        digest.update(f"{layer}{tuple(weight.shape)}".encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class _SquareSums:
+    """Running Σ x² per input feature, one fp32 vector a layer, and the hooks that feed it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._mask: Tensor | None = None
+        # q, k and v (gate and up) are called with one and the same tensor: its squares are summed once.
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def start(self, inputs: Batch) -> None:
+        """Note a new batch's padding."""
+        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        self._mask = None if mask is None or bool(mask.all()) else mask.bool()
+        self._last = None
+
+    def real_tokens(self, shape: torch.Size) -> int:
+        """Positions of the current batch that count."""
+        return int(self._mask.sum()) if self._mask is not None else shape[:2].numel()
+
+    def hook(self, name: str) -> Any:
+        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["input"]
+            if self._last is None or self._last[0] is not x:
+                self._last = (x, self._square_sum(x, name))
+            if name in self._sums:
+                self._sums[name] += self._last[1]
+            else:
+                self._sums[name] = self._last[1].clone()
+
+        return observe
+
+    def _square_sum(self, x: Tensor, name: str) -> Tensor:
+        if self._mask is not None:
+            if x.shape[:-1] == self._mask.shape:
+                x = x[self._mask]
+            elif x.dim() == 2 and x.shape[0] == self._mask.numel():
+                x = x[self._mask.reshape(-1)]
+            else:
+                raise ValueError(
+                    f"{name}: input of shape {tuple(x.shape)} cannot be matched to the padding of a batch of shape "
+                    f"{tuple(self._mask.shape)}; calibrate on windows of full length, without padding."
+                )
+        rows = x.detach().reshape(-1, x.shape[-1])
+        return rows.float().square_().sum(0) if rows.dtype != torch.float32 else rows.square().sum(0)
+
+    def norm(self, name: str, width: int) -> Tensor:
+        if name not in self._sums:
+            raise ValueError(f"{name}: no calibration token reached this layer; leave it out of the target modules.")
+        total = self._sums[name]
+        if not bool(torch.isfinite(total).all()):
+            raise ValueError(
+                f"{name}: the calibration activations are NaN or infinite; check the base model and its dtype "
+                "(fp16 overflows where bf16 does not)."
+            )
+        return total.sqrt().cpu()
+
+
+def _run(runner: nn.Module, inputs: Batch) -> None:
+    cached = {"use_cache": False} if hasattr(runner, "config") else {}
+    if isinstance(inputs, Mapping):
+        runner(**{**inputs, **cached})
+    elif cached:
+        runner(input_ids=inputs, **cached)
+    else:
+        runner(inputs)
+
+
+def _without_head(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """The transformer without its output layer where every observed layer lies inside it, else the model."""
+    prefix = getattr(model, "base_model_prefix", "")
+    body = getattr(model, prefix, None) if prefix else None
+    if isinstance(body, nn.Module) and all(name.startswith(f"{prefix}.") for name in names):
+        return body
+    return model
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _ids(inputs: Batch) -> Tensor:
+    if isinstance(inputs, Tensor):
+        return inputs
+    if "input_ids" in inputs:
+        return inputs["input_ids"]
+    return next(value for value in inputs.values() if isinstance(value, Tensor))
+
+
+def _base(module: nn.Module) -> Any:
+    """The adapted layer itself where an adapter already wraps it."""
+    return getattr(module, "base_layer", module)
+
+
+def _model_name(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+
+
+def _some(names: Iterable[str], limit: int = 3) -> str:
+    listed = list(names)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

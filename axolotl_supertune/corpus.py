@@ -1,0 +1,127 @@
+"""Calibration text → token windows: the sampling of Wanda's C4 loader, for C4 and for local files.
+
+Documents are visited in a seeded random order; each one longer than the window gives one window at a random place,
+until there are enough. A source too small for that gives every disjoint window its long documents hold, if those
+suffice. A `.txt` file is one document.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+C4_DATASET = "allenai/c4"
+C4_FILE = "en/c4-train.00000-of-01024.json.gz"
+DEFAULT_SPLIT = "train"
+DEFAULT_TEXT_FIELD = "text"
+DEFAULT_SAMPLES = 128
+DEFAULT_SEQUENCE_LEN = 2048
+
+_JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+LOCAL_SUFFIXES = (".txt", ".parquet", *_JSON_SUFFIXES)
+# Streamed documents are shuffled in a buffer of this many, filled from the front of the stream.
+_SHUFFLE_BUFFER = 10_000
+
+
+def calibration_windows(
+    tokenizer: Any,
+    source: str = C4_DATASET,
+    *,
+    samples: int = DEFAULT_SAMPLES,
+    sequence_len: int = DEFAULT_SEQUENCE_LEN,
+    seed: int = 0,
+    split: str = DEFAULT_SPLIT,
+    text_field: str = DEFAULT_TEXT_FIELD,
+) -> Tensor:
+    """Draw `samples` windows of `sequence_len` tokens from `source`.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        source: a local .txt, .json(l), .json(l).gz or .parquet file, or a hub dataset (streamed); of
+            `allenai/c4`, shard 0 of the English training split.
+        samples, sequence_len, seed: how many, how long, and the seed of all random choices.
+        split, text_field: the split and column to read; a .txt file has neither.
+
+    Returns:
+        (samples, sequence_len) int64 token ids.
+
+    Raises:
+        FileNotFoundError: a local file that does not exist.
+        ValueError: text too short (the message says how many tokens were found), no such column, or a source that
+            cannot be read.
+    """
+    random = numpy.random.default_rng(seed)
+    windows: list[list[int]] = []
+    long_documents: list[list[int]] = []
+    documents = tokens = longest = 0
+    for text in _documents(source, split, text_field, seed):
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        documents += 1
+        tokens += len(ids)
+        longest = max(longest, len(ids))
+        if len(ids) < sequence_len:
+            continue
+        start = int(random.integers(len(ids) - sequence_len + 1))
+        windows.append(ids[start : start + sequence_len])
+        long_documents.append(ids)
+        if len(windows) == samples:
+            return torch.tensor(windows, dtype=torch.int64)
+
+    disjoint = [window for ids in long_documents for window in _disjoint_windows(ids, sequence_len, random)]
+    if len(disjoint) < samples:
+        raise ValueError(
+            f"calibration_dataset {source} is too short: {samples} windows of {sequence_len} tokens were asked for, "
+            f"{len(disjoint)} were found ({tokens:,} tokens in {documents:,} documents, the longest {longest:,}). "
+            "Lower calibration_samples or calibration_sequence_len, or give more text."
+        )
+    chosen = numpy.sort(random.choice(len(disjoint), size=samples, replace=False))
+    return torch.tensor([disjoint[index] for index in chosen], dtype=torch.int64)
+
+
+def check_source(source: str) -> None:
+    """Raise FileNotFoundError if `source` names a local file that is not there."""
+    if _is_local(source) and not Path(source).is_file():
+        raise FileNotFoundError(f"calibration_dataset: there is no file {source}.")
+
+
+def _disjoint_windows(ids: list[int], length: int, random: numpy.random.Generator) -> Iterator[list[int]]:
+    start = int(random.integers(len(ids) % length + 1))
+    for begin in range(start, len(ids) - length + 1, length):
+        yield ids[begin : begin + length]
+
+
+def _is_local(source: str) -> bool:
+    return source.endswith(LOCAL_SUFFIXES) or os.path.exists(source)
+
+
+def _documents(source: str, split: str, text_field: str, seed: int) -> Iterator[str]:
+    check_source(source)
+    if source.endswith(".txt"):
+        yield Path(source).read_text(encoding="utf-8")
+        return
+    import datasets  # heavy; a .txt needs none of it
+
+    try:
+        if _is_local(source):
+            builder = "parquet" if source.endswith(".parquet") else "json"
+            if not source.endswith(LOCAL_SUFFIXES):
+                raise ValueError(f"its name ends in none of {', '.join(LOCAL_SUFFIXES)}")
+            rows = datasets.load_dataset(builder, data_files=source, split="train", streaming=True)
+        else:
+            files = {"data_files": {split: C4_FILE}} if source == C4_DATASET and split == DEFAULT_SPLIT else {}
+            rows = datasets.load_dataset(source, split=split, streaming=True, **files)
+        for row in rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER):
+            if text_field not in row:
+                raise ValueError(f"no column {text_field!r} (calibration_text_field) among {', '.join(row)}")
+            if row[text_field]:
+                yield row[text_field]
+    except Exception as error:
+        raise ValueError(
+            f"calibration_dataset {source} cannot be read: {error or type(error).__name__}. Name a readable local file "
+            f"({', '.join(LOCAL_SUFFIXES)}) or a hub dataset, reuse norms with calibration_path, or use mask_score: "
+            "magnitude, which needs no calibration."
+        ) from error

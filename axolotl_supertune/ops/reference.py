@@ -1,0 +1,234 @@
+"""Plain PyTorch, any device: what every faster path is tested against.
+
+The sparse part is applied as a weight, rounded once: W + M⊙U in the dtype of W, exactly what a merge writes. The
+low-rank part is applied as LoRA applies it, as a second product on the dropped-out input.
+
+Between forward and backward only the layer's input is kept (and references to parameters): the effective weight is
+built again in backward, and the dropout mask is drawn again from the saved generator state.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Sparse(NamedTuple):
+    """One sparse part M⊙U: `values` (s,) are U on the support, `indices` (s,) its sorted flat indices."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class LowRank(NamedTuple):
+    """One low-rank part γ·L·R: L (c, r), R (r, b), γ, and the dropout probability of its input."""
+
+    L: Tensor
+    R: Tensor
+    scaling: float
+    dropout: float = 0.0
+
+
+def effective_weight(weight: Tensor, sparse: Sequence[Sparse]) -> Tensor:
+    """W + Σ M⊙U, summed in fp32 (or wider) and rounded once to the dtype of W.
+
+    Args:
+        weight: (c, b).
+        sparse: parts to add, in order; their supports may overlap.
+
+    Returns:
+        (c, b), a new tensor, or `weight` itself if there is nothing to add.
+    """
+    if not sparse:
+        return weight
+    if len(sparse) == 1:
+        values, indices = sparse[0]
+        result = weight.detach().clone(memory_format=torch.contiguous_format)
+        flat = result.view(-1)
+        flat[indices] = (flat[indices].to(_wide(weight, values)) + values.detach()).to(weight.dtype)
+        return result
+    return _sum_sparse(weight, sparse).to(weight.dtype)
+
+
+def merged_weight(weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]) -> Tensor:
+    """Ŵ = W + Σ M⊙U + Σ γ·L·R, summed in fp32 (or wider) and rounded once to the dtype of W."""
+    if not low_rank:
+        return effective_weight(weight, sparse)
+    total = _sum_sparse(weight, sparse)
+    for L, R, scaling, _ in low_rank:
+        total += scaling * (L.detach().to(total.dtype) @ R.detach().to(total.dtype))
+    return total.to(weight.dtype)
+
+
+def sparse_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    sparse: Sequence[Sparse] = (),
+    low_rank: Sequence[LowRank] = (),
+) -> Tensor:
+    """x·Ŵᵀ + bias with Ŵ = W + Σ M⊙U + Σ γ·L·R (eq. supra_update).
+
+    Args:
+        x: (..., b).
+        weight: (c, b), frozen: it gets no gradient.
+        bias: (c,) or None.
+        sparse, low_rank: the parts of all active adapters; U, L, R usually fp32 whatever the dtype of W.
+
+    Returns:
+        (..., c), in the dtype a plain linear layer would give (that of W, or autocast's).
+
+    Raises:
+        ValueError: W wants a gradient; it would get none and not train, without a word.
+    """
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError("the weight of an adapted layer is trainable: freeze it, only U, L and R are trained here.")
+    tensors = [tensor for part in sparse for tensor in part] + [tensor for part in low_rank for tensor in part[:2]]
+    settings = [(part.scaling, part.dropout) for part in low_rank]
+    return _SparseLinear.apply(x, weight, bias, len(sparse), settings, *tensors)
+
+
+class _SparseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sparse_parts: int,
+        settings: list[tuple[float, float]],
+        *tensors: Tensor,
+    ) -> Tensor:
+        sparse, low_rank = _parts(sparse_parts, settings, tensors)
+        # Inside forward autocast is still on and in backward it is off: both cast explicitly, to the same dtype.
+        ctx.compute = _autocast_dtype(x.device.type)
+        ctx.sparse_parts, ctx.settings = sparse_parts, settings
+        ctx.generator_states = []
+        with torch.autocast(x.device.type, enabled=False):
+            effective = effective_weight(weight, sparse)
+            y = F.linear(_cast(x, ctx.compute), _cast(effective, ctx.compute), _cast(bias, ctx.compute))
+            del effective
+            dtype = y.dtype
+            for L, R, scaling, dropout in low_rank:
+                ctx.generator_states.append(_generator_state(x.device) if dropout else None)
+                dropped = F.dropout(x.to(R.dtype).contiguous(), dropout)
+                inner = F.linear(_cast(dropped, ctx.compute), _cast(R, ctx.compute))
+                y = y + F.linear(inner, _cast(L, ctx.compute)) * scaling
+        # A layer whose own parts need no gradient passes dy·Ŵ on and needs no input for that.
+        keep_x = any(ctx.needs_input_grad[5:])
+        ctx.save_for_backward(x if keep_x else None, weight, *tensors)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.x_dtype = x.dtype
+        return y.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *tensors = ctx.saved_tensors
+        sparse, low_rank = _parts(ctx.sparse_parts, ctx.settings, tensors)
+        needs_x, _, needs_bias, _, _, *needs = ctx.needs_input_grad
+        device, compute = dy.device, ctx.compute
+        with torch.autocast(device.type, enabled=False):
+            dy_rows = _rows(dy)
+            dx = None
+            if needs_x:
+                dx = _cast(dy, compute) @ _cast(effective_weight(weight, sparse), compute)
+            grads: list[Tensor | None] = [None] * len(tensors)
+
+            if any(needs[: 2 * len(sparse) : 2]):
+                # The reference takes the whole gradient of W and reads it on the support; it lives only here.
+                full = _outer_sum(_cast(dy_rows, compute), _cast(_rows(x), compute))
+                for part, (values, indices) in enumerate(sparse):
+                    if needs[2 * part]:
+                        grads[2 * part] = full.view(-1)[indices].to(values.dtype)
+                del full
+
+            for part, ((L, R, scaling, dropout), state) in enumerate(zip(low_rank, ctx.generator_states, strict=True)):
+                at = 2 * len(sparse) + 2 * part
+                scaled = _cast(dy_rows.to(L.dtype) * scaling, compute)
+                dinner = scaled @ _cast(L, compute)
+                if needs[at] or needs[at + 1]:
+                    dropped = _cast(_rows(_dropout_again(x.to(R.dtype).contiguous(), dropout, state)), compute)
+                    inner = dropped @ _cast(R, compute).t()
+                    grads[at] = _outer_sum(scaled, inner).to(L.dtype) if needs[at] else None
+                    grads[at + 1] = _outer_sum(dinner, dropped).to(R.dtype) if needs[at + 1] else None
+                if dx is not None:
+                    through = (dinner @ _cast(R, compute)).view(dx.shape)
+                    if dropout:
+                        ones = torch.ones(dx.shape, dtype=R.dtype, device=device)
+                        through = through * _dropout_again(ones, dropout, state)
+                    dx = dx + through
+            dbias = dy_rows.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        return None if dx is None else dx.to(ctx.x_dtype), None, dbias, None, None, *grads
+
+
+def _parts(
+    sparse_parts: int, settings: list[tuple[float, float]], tensors: Sequence[Tensor]
+) -> tuple[list[Sparse], list[LowRank]]:
+    cut = 2 * sparse_parts
+    sparse = [Sparse(*tensors[at : at + 2]) for at in range(0, cut, 2)]
+    low_rank = [
+        LowRank(tensors[cut + 2 * part], tensors[cut + 2 * part + 1], scaling, dropout)
+        for part, (scaling, dropout) in enumerate(settings)
+    ]
+    return sparse, low_rank
+
+
+def _sum_sparse(weight: Tensor, sparse: Sequence[Sparse]) -> Tensor:
+    total = weight.detach().to(_wide(weight, *(part.values for part in sparse)), copy=True)
+    flat = total.view(-1)
+    for values, indices in sparse:
+        flat[indices] += values.detach().to(total.dtype)
+    return total
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """fp64 if any operand is, else fp32."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
+    """aᵀ·b of (tokens, m) and (tokens, n): (m, n), in fp32 for 16-bit operands, so that no gradient is rounded."""
+    if a.dtype in (torch.float16, torch.bfloat16):
+        if a.is_cuda:
+            return torch.mm(a.t(), b, out_dtype=torch.float32)
+        return a.t().float() @ b.float()
+    return a.t() @ b
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:
+    return tensor if dtype is None or tensor is None else tensor.to(dtype)
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
+    """The module that holds the device's default generator, and the argument that names the device to it."""
+    return (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    module, where = _generator(device)
+    return module.get_rng_state(*where)
+
+
+def _dropout_again(x: Tensor, dropout: float, state: Tensor | None) -> Tensor:
+    """The dropout that was drawn at `state`, whatever was drawn since; the mask depends on the shape, not on x."""
+    if state is None:
+        return x
+    module, where = _generator(x.device)
+    now = module.get_rng_state(*where)
+    module.set_rng_state(state, *where)
+    try:
+        return F.dropout(x, dropout)
+    finally:
+        module.set_rng_state(now, *where)

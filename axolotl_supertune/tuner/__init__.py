@@ -1,0 +1,10 @@
+"""SUPRA as a PEFT tuner: config, model, layer. Importing it registers the method with PEFT."""
+
+from .config import SupraConfig
+from .layer import SupraLayer, SupraLinear
+from .model import SupraModel, budget_table, target_layers
+from .register import register
+
+register(SupraConfig, SupraModel)
+
+__all__ = ["SupraConfig", "SupraLayer", "SupraLinear", "SupraModel", "budget_table", "target_layers"]

@@ -1,0 +1,164 @@
+"""SupraConfig: every knob of Super and Supra with its meaning."""
+
+import copy
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union
+
+from peft.config import PeftConfig
+
+from ..budget import DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
+from ..calibration import ActivationNorms
+from ..scores import MASK_SCORES
+from ..support import SPARSE_DIRECTIONS
+from .register import peft_type
+
+
+@dataclass
+class SupraConfig(PeftConfig):
+    """Configuration of a SUPRA adapter: Ŵ = W + M⊙U + γ·L·R in every target layer.
+
+    Args:
+        r0: reference rank of the budget T = r0(c+b) per layer: what a rank-r0 LoRA would train there. Default 8,
+            unless `sparse_density` is given.
+        sparse_density: the density budget T = ⌊p·c·b⌋ instead.
+        supra_lambda: λ in [0, 1], the low-rank share of the budget. 0 is Super, 1 is LoRA.
+        lora_alpha: α; γ = α/r with the layer's own rank r.
+        lora_dropout: dropout on the input of the low-rank part.
+        mask_score: `wanda` (needs `activation_norms`) or `magnitude`.
+        sparse_direction: which scores the support takes: `bottom`, `top`, `hybrid` or `random` (needs no score).
+        hybrid_beta: β, share of the largest scores; only with `hybrid`, default 0.5.
+        support_seed: seed of `random`.
+        activation_norms: an `ActivationNorms` or the path of a saved one; not saved with the adapter.
+        target_modules: as in LoRA; `None` is every linear layer but the output layer.
+        exclude_modules, layers_to_transform, layers_pattern, modules_to_save: as in LoRA.
+        support: `select` chooses the support now; `saved` leaves room for one that a checkpoint brings. A saved
+            adapter's config says `saved`: a support is never chosen again.
+        calibration: filled in: where the activation norms came from.
+        init_weights: False draws U and L at random instead of 0, for tests.
+
+    Raises:
+        ValueError: a knob out of range or two that contradict; the message names both and the remedy.
+    """
+
+    r0: int | None = field(default=None, metadata={"help": "Reference rank of the budget T = r0(c+b). Default 8."})
+    sparse_density: float | None = field(default=None, metadata={"help": "Density budget T = ⌊p·c·b⌋ instead of r0."})
+    supra_lambda: float = field(default=0.8, metadata={"help": "λ: low-rank share of the budget. 0 Super, 1 LoRA."})
+    lora_alpha: float = field(default=16, metadata={"help": "α: the low-rank part is scaled by α/r."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the input of the low-rank part."})
+    mask_score: Literal["wanda", "magnitude"] = field(
+        default="wanda", metadata={"help": "Score that orders the weights: |W|·‖X‖ or |W|."}
+    )
+    sparse_direction: Literal["bottom", "top", "hybrid", "random"] = field(
+        default="bottom", metadata={"help": "Which scores the support takes."}
+    )
+    hybrid_beta: float | None = field(default=None, metadata={"help": "β: share of the largest scores, for hybrid."})
+    support_seed: int = field(default=0, metadata={"help": "Seed of the random support."})
+    activation_norms: Any = field(
+        default=None, repr=False, metadata={"help": "ActivationNorms, or the path of a saved one."}
+    )
+    target_modules: Union[list[str], set[str], str, None] = field(  # noqa: UP007 (PEFT reads Union by name)
+        default=None, metadata={"help": "Names or regex of the layers to adapt; default: all linear but the head."}
+    )
+    exclude_modules: Union[list[str], set[str], str, None] = field(  # noqa: UP007
+        default=None, metadata={"help": "Names or regex of layers to leave alone."}
+    )
+    layers_to_transform: Union[list[int], int, None] = field(  # noqa: UP007
+        default=None, metadata={"help": "Indices of the blocks to adapt."}
+    )
+    layers_pattern: Union[list[str], str, None] = field(  # noqa: UP007
+        default=None, metadata={"help": "Name of the list of blocks, for layers_to_transform."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules trained in full and saved beside the adapter."}
+    )
+    support: Literal["select", "saved"] = field(
+        default="select", metadata={"help": "Choose the support now, or take the one a checkpoint brings."}
+    )
+    calibration: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Filled in: where the activation norms came from."}
+    )
+    init_weights: bool = field(default=True, metadata={"help": "False draws U and L at random, for tests."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = peft_type()
+        self._check_method()
+        if self.target_modules is None:
+            self.target_modules = "all-linear"
+        if isinstance(self.target_modules, list):
+            self.target_modules = set(self.target_modules)
+        if isinstance(self.exclude_modules, list):
+            self.exclude_modules = set(self.exclude_modules)
+        if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
+            raise ValueError(
+                f"layers_to_transform={self.layers_to_transform} has no effect with target_modules="
+                f"{self.target_modules!r}: list the layer names, for example ['q_proj', 'down_proj']."
+            )
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform.")
+
+    def _check_method(self) -> None:
+        check_lambda(self.supra_lambda)
+        if self.sparse_density is not None:
+            check_density(self.sparse_density)
+            if self.r0 is not None:
+                raise ValueError(
+                    f"two budgets, r0={self.r0} and sparse_density={self.sparse_density}: give one of them."
+                )
+        else:
+            self.r0 = DEFAULT_R0 if self.r0 is None else self.r0
+            check_r0(self.r0)
+        for key, allowed in (("mask_score", MASK_SCORES), ("sparse_direction", SPARSE_DIRECTIONS)):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}.")
+        if self.sparse_direction != "hybrid" and self.hybrid_beta is not None:
+            raise ValueError(
+                f"hybrid_beta={self.hybrid_beta} has no effect with sparse_direction: {self.sparse_direction}; "
+                "drop it, or set sparse_direction: hybrid."
+            )
+        if self.sparse_direction == "hybrid":
+            self.hybrid_beta = 0.5 if self.hybrid_beta is None else self.hybrid_beta
+            check_beta(self.hybrid_beta)
+        if not (isinstance(self.lora_dropout, (int, float)) and 0 <= self.lora_dropout < 1):
+            raise ValueError(f"lora_dropout={self.lora_dropout!r} is not in [0, 1).")
+        if not (isinstance(self.lora_alpha, (int, float)) and math.isfinite(self.lora_alpha)):
+            raise ValueError(f"lora_alpha={self.lora_alpha!r} is not a finite number.")
+        if isinstance(self.support_seed, bool) or not isinstance(self.support_seed, int) or self.support_seed < 0:
+            raise ValueError(f"support_seed={self.support_seed!r} is not an integer ≥ 0.")
+        if self.support not in ("select", "saved"):
+            raise ValueError(f"support={self.support!r} is not one of select, saved.")
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether choosing the support needs activation norms (where any layer has a sparse part)."""
+        return self.support == "select" and self.mask_score == "wanda" and self.sparse_direction != "random"
+
+    def loaded_norms(self) -> ActivationNorms | None:
+        """The activation norms, read from their file if a path was given."""
+        if isinstance(self.activation_norms, (str, os.PathLike)):
+            self.activation_norms = ActivationNorms.load(self.activation_norms)
+        if self.activation_norms is not None and not isinstance(self.activation_norms, ActivationNorms):
+            raise ValueError(
+                f"activation_norms is a {type(self.activation_norms).__name__}: give what calibrate() returned, or "
+                "the path of a saved one."
+            )
+        return self.activation_norms
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields but `activation_norms`, which is no part of an adapter."""
+        plain = copy.copy(self)
+        plain.activation_norms = None
+        fields = super(SupraConfig, plain).to_dict()
+        del fields["activation_norms"]
+        return fields
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write adapter_config.json; it says that the support comes with the adapter."""
+        saved = copy.copy(self)
+        saved.support = "saved"
+        for key in ("target_modules", "exclude_modules"):  # sets have no order: equal runs write equal files
+            if isinstance(getattr(saved, key), set):
+                setattr(saved, key, sorted(getattr(saved, key)))
+        super(SupraConfig, saved).save_pretrained(save_directory, **kwargs)

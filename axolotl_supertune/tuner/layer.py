@@ -1,0 +1,254 @@
+"""SupraLinear: a linear layer with Ŵ = W + M⊙U + γ·L·R, any number of adapters, exact merge and unmerge."""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from ..budget import LayerBudget
+from ..ops import LowRank, Sparse, merged_weight, sparse_linear
+from ..support import index_dtype
+
+# An index that no layer has: room for a support that a checkpoint is still to bring.
+_NO_SUPPORT = -1
+
+
+class SupraLayer(BaseTunerLayer):
+    """State of all SUPRA adapters of one linear layer of shape (c, b).
+
+    Per adapter: `supra_values` U on the support (s,) fp32, `supra_L` (c, r) fp32, `supra_R` (r, b) fp32, and the
+    buffers `supra_indices` (s,) and `supra_shape` [c, b]. A part that the budget leaves empty has no entry.
+    """
+
+    adapter_layer_names: tuple[str, ...] = ("supra_values", "supra_L", "supra_R")
+    other_param_names: tuple[str, ...] = (
+        "supra_indices",
+        "supra_shape",
+        "supra_budget",
+        "supra_scaling",
+        "supra_dropout",
+        "supra_unloaded",
+    )
+
+    def __init__(self, base_layer: nn.Linear, layer: str) -> None:
+        self.base_layer = base_layer
+        self.supra_layer = layer
+        self.out_features, self.in_features = base_layer.out_features, base_layer.in_features
+        self.supra_values = nn.ParameterDict()
+        self.supra_L = nn.ParameterDict()
+        self.supra_R = nn.ParameterDict()
+        self.supra_indices = BufferDict({}, persistent=True)
+        self.supra_shape = BufferDict({}, persistent=True)
+        self.supra_budget: dict[str, LayerBudget] = {}
+        self.supra_scaling: dict[str, float] = {}
+        self.supra_dropout: dict[str, float] = {}
+        # Adapters whose support or values a checkpoint is still to bring: they may be neither run nor merged.
+        self.supra_unloaded: dict[str, bool] = {}
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+        self._weight_before_merge: Tensor | None = None
+
+    def update_layer(
+        self,
+        adapter_name: str,
+        budget: LayerBudget,
+        support: Tensor | None,
+        *,
+        lora_alpha: float,
+        lora_dropout: float,
+        init_weights: bool = True,
+        inference_mode: bool = False,
+    ) -> None:
+        """Add one adapter.
+
+        Args:
+            budget: of this layer.
+            support: (s,) sorted flat indices, or None if a checkpoint will bring them.
+            lora_alpha, lora_dropout: α and the dropout of the low-rank part.
+            init_weights: U and L start at zero; False draws them, so that tests see a delta.
+            inference_mode: the adapter is not to be trained.
+        """
+        count, rank = budget.sparse_count, budget.rank
+        self.supra_budget[adapter_name] = budget
+        self.supra_shape[adapter_name] = torch.tensor([self.out_features, self.in_features], dtype=torch.int32)
+        if count:
+            if support is None:
+                size = self.out_features * self.in_features
+                support = torch.full((count,), _NO_SUPPORT, dtype=index_dtype(size))
+                self.supra_unloaded[adapter_name] = True
+            start = torch.zeros(count) if init_weights else torch.randn(count) * 0.1
+            self.supra_values[adapter_name] = nn.Parameter(start)
+            self.supra_indices[adapter_name] = support
+        if rank:
+            # Drawn in the order and with the calls of PEFT's LoRA, so that one seed gives both the same start.
+            R = nn.Linear(self.in_features, rank, bias=False).weight
+            L = nn.Linear(rank, self.out_features, bias=False).weight
+            nn.init.kaiming_uniform_(R, a=math.sqrt(5))
+            if init_weights:
+                nn.init.zeros_(L)
+            self.supra_L[adapter_name], self.supra_R[adapter_name] = L, R
+            self.supra_scaling[adapter_name] = lora_alpha / rank
+            self.supra_dropout[adapter_name] = lora_dropout
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move one adapter beside the base weight, dtypes unchanged.
+
+        PEFT's own version casts to the base's dtype: it would turn int32 indices into bf16 and round U, L and R.
+        """
+        target = device or self.get_base_layer().weight.device
+        if target.type == "meta":
+            # The base is only shapes: the parameters are too, so that counting costs nothing.
+            for parameters in (self.supra_values, self.supra_L, self.supra_R):
+                if adapter_name in parameters:
+                    parameters[adapter_name] = nn.Parameter(parameters[adapter_name].to(target))
+            return
+        for name in (*self.adapter_layer_names, "supra_indices", "supra_shape"):
+            tensors = getattr(self, name)
+            if adapter_name in tensors and not tensors[adapter_name].is_meta:
+                tensors[adapter_name] = tensors[adapter_name].to(target)
+
+    def sparse_parts(self, adapter_names: list[str]) -> list[Sparse]:
+        """M⊙U of the named adapters that have one here."""
+        return [
+            Sparse(self.supra_values[name], self.supra_indices[name])
+            for name in adapter_names
+            if name in self.supra_values
+        ]
+
+    def low_rank_parts(self, adapter_names: list[str], *, training: bool = False) -> list[LowRank]:
+        """γ·L·R of the named adapters that have one here; dropout only in training."""
+        return [
+            LowRank(
+                self.supra_L[name],
+                self.supra_R[name],
+                self.supra_scaling[name],
+                self.supra_dropout[name] if training else 0.0,
+            )
+            for name in adapter_names
+            if name in self.supra_L
+        ]
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """M⊙U + γ·L·R as a dense (c, b) fp32 tensor."""
+        zero = torch.zeros_like(self.get_base_layer().weight, dtype=torch.float32)
+        return merged_weight(zero, self.sparse_parts([adapter]), self.low_rank_parts([adapter]))
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Write Ŵ into the base layer, rounded once; for λ = 0 these are the bits that training used.
+
+        A layer that is already merged is computed anew from its untouched weight with all its merged adapters.
+
+        Args:
+            safe_merge: refuse to write a weight that is not finite.
+            adapter_names: default the active adapters.
+
+        Raises:
+            ValueError: with `safe_merge`, a merged weight would be NaN or infinite; the weight is left as it was.
+        """
+        names = check_adapters_to_merge(self, adapter_names)
+        names = [name for name in names if name in self._available()]
+        if not names:
+            return
+        self._check_loaded(names)
+        base = self.get_base_layer()
+        before = base.weight.data if self._weight_before_merge is None else self._weight_before_merge
+        together = [*self.merged_adapters, *names]
+        merged = merged_weight(before, self.sparse_parts(together), self.low_rank_parts(together))
+        if safe_merge and not bool(torch.isfinite(merged).all()):
+            raise ValueError(f"{self.supra_layer}: NaNs detected in the merged weights of adapter {', '.join(names)}.")
+        self._weight_before_merge = before
+        base.weight.data = merged
+        self.merged_adapters.extend(names)
+
+    def unmerge(self) -> None:
+        """Put the weight back that was there before the first merge, bit for bit."""
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        before = self._weight_before_merge
+        assert before is not None, "a merged layer keeps its weight"
+        weight = self.get_base_layer().weight
+        weight.data = before.to(weight.device)
+        self._weight_before_merge = None
+        self.merged_adapters.clear()
+
+    def _available(self) -> set[str]:
+        return set(self.supra_values) | set(self.supra_L)
+
+    def _check_loaded(self, adapter_names: list[str]) -> None:
+        missing = [name for name in adapter_names if self.supra_unloaded.get(name)]
+        if missing:
+            raise RuntimeError(
+                f"{self.supra_layer}: the support of adapter {missing[0]!r} is not loaded. Its config says support: "
+                "saved: load the adapter's weights (PeftModel.from_pretrained), or choose one with support='select'."
+            )
+
+    def check_loaded_support(self, adapter_name: str) -> None:
+        """Accept a support that a checkpoint brought.
+
+        Raises:
+            ValueError: indices that are not strictly increasing inside the layer.
+        """
+        indices = self.supra_indices[adapter_name]
+        if indices.is_meta or (indices.numel() and int(indices[0]) == _NO_SUPPORT):
+            return
+        size = self.out_features * self.in_features
+        ordered = bool((indices[1:] > indices[:-1]).all())
+        if indices.is_floating_point() or not ordered or int(indices[0]) < 0 or int(indices[-1]) >= size:
+            raise ValueError(
+                f"{self.supra_layer}: the adapter's support is not a sorted set of indices below {size:,} "
+                f"({indices.dtype}, from {indices.min().item()} to {indices.max().item()}): the checkpoint is damaged."
+            )
+        self.supra_unloaded.pop(adapter_name, None)
+
+
+class SupraLinear(nn.Module, SupraLayer):
+    """`nn.Linear` with SUPRA adapters."""
+
+    def __init__(self, base_layer: nn.Linear, layer: str) -> None:
+        super().__init__()
+        SupraLayer.__init__(self, base_layer, layer)
+        self.register_load_state_dict_post_hook(_check_supports)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x (..., b) → (..., c)."""
+        if kwargs.pop("adapter_names", None) is not None:
+            raise ValueError("SUPRA cannot mix adapters within a batch (adapter_names): switch with set_adapter.")
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+            return self.base_layer(x, *args, **kwargs)
+        if self.merged:
+            return self.base_layer(x, *args, **kwargs)
+        names = self.active_adapters
+        if self.supra_unloaded:
+            self._check_loaded(names)
+        sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
+        if not sparse and not low_rank:
+            return self.base_layer(x, *args, **kwargs)
+        base = self.base_layer
+        return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in self.supra_shape:
+            shape = state_dict.get(f"{prefix}supra_shape.{name}")
+            if shape is not None and shape.tolist() != [self.out_features, self.in_features]:
+                raise ValueError(
+                    f"{self.supra_layer}: the adapter was made for a layer of shape {tuple(shape.tolist())}, this one "
+                    f"is {(self.out_features, self.in_features)}: load it on the base model it was trained on."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"supra.{super().__repr__()}"
+
+
+def _check_supports(module: SupraLinear, incompatible_keys: Any) -> None:
+    for name in module.supra_indices:
+        module.check_loaded_support(name)

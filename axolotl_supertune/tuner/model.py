@@ -1,0 +1,211 @@
+"""SupraModel: chooses each target layer's budget and support, and puts SupraLinear in its place."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from peft.tuners.tuners_utils import (
+    BaseTuner,
+    BaseTunerLayer,
+    _maybe_include_all_linear_layers,
+    check_target_module_exists,
+)
+from torch import Tensor, nn
+
+from ..budget import LayerBudget, layer_budget
+from ..scores import magnitude_score, wanda_score
+from ..support import random_support, select_support
+from .config import SupraConfig
+from .layer import SupraLayer, SupraLinear
+
+
+class SupraModel(BaseTuner):
+    """A model whose target layers carry SUPRA adapters.
+
+    Args:
+        model: the base model.
+        config: what to adapt and how.
+        adapter_name: the adapter's name.
+
+    Raises:
+        TypeError: a target module is not a plain `nn.Linear`.
+        ValueError: no layer matched, a budget above a layer's size, missing or foreign activation norms, NaN weights.
+
+    Example:
+
+        >>> norms = calibrate(model, windows.split(8))
+        >>> model = get_peft_model(model, SupraConfig(supra_lambda=0.8, activation_norms=norms, task_type="CAUSAL_LM"))
+    """
+
+    prefix: str = "supra_"
+    tuner_layer_cls = SupraLayer
+    target_module_mapping: ClassVar[dict[str, Any]] = {}
+
+    def _prepare_model(self, peft_config: SupraConfig, model: nn.Module) -> None:
+        """Refuse what cannot work before the first layer is replaced: no error leaves a half-adapted model."""
+        config = peft_config
+        layers = _matching_layers(model, config)  # none: PEFT says so, in its own words
+        sparse_layers = [name for name, layer in layers.items() if _budget(layer, config, name).sparse_count]
+        if not config.needs_norms or not sparse_layers:
+            return
+        if any(_weight(model.get_submodule(name)).is_meta for name in sparse_layers):
+            return
+        norms = config.loaded_norms()
+        if norms is None:
+            raise ValueError(
+                "mask_score='wanda' needs activation norms: pass SupraConfig(activation_norms=calibrate(model, "
+                "batches)) or a saved file, or use mask_score='magnitude'."
+            )
+        norms.check_model(model)
+        for name in sparse_layers:
+            norms[name]
+        config.calibration = dict(norms.provenance)
+
+    def _create_and_replace(
+        self,
+        peft_config: SupraConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **optional_kwargs: Any,
+    ) -> None:
+        _check_supported(target, current_key)
+        layer = target if isinstance(target, SupraLinear) else SupraLinear(target, current_key)
+        if layer.merged:
+            raise ValueError(f"{current_key}: an adapter is merged here, unmerge it before another one is added.")
+        base = layer.get_base_layer()
+        budget = _budget(base, peft_config, current_key)
+        if layer is not target:
+            layer._active_adapter = adapter_name
+        layer.update_layer(
+            adapter_name,
+            budget,
+            _support(base.weight, budget, peft_config, current_key),
+            lora_alpha=peft_config.lora_alpha,
+            lora_dropout=peft_config.lora_dropout,
+            init_weights=peft_config.init_weights,
+            inference_mode=peft_config.inference_mode,
+        )
+        if layer is not target:
+            if adapter_name not in self.active_adapters:
+                layer.requires_grad_(False)
+            self._replace_module(parent, target_name, layer, target)
+
+
+def target_layers(model: nn.Module, config: SupraConfig) -> dict[str, nn.Linear]:
+    """The base layers that `config` adapts, by name in the base model, in the model's order.
+
+    Raises:
+        ValueError: none matched.
+        TypeError: a matched module cannot be adapted.
+    """
+    layers = _matching_layers(model, config)
+    if not layers:
+        raise ValueError(
+            f"no layer matched: target_modules={config.target_modules!r}, exclude_modules={config.exclude_modules!r}, "
+            f"layers_to_transform={config.layers_to_transform!r} leave nothing to adapt in {type(model).__name__}."
+        )
+    return layers
+
+
+def layer_budgets(model: nn.Module, config: SupraConfig) -> dict[str, LayerBudget]:
+    """The budget of every layer that `config` adapts; shapes are enough, weights may be on the meta device."""
+    return {name: _budget(layer, config, name) for name, layer in target_layers(model, config).items()}
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """Layers that share a name and a budget: one line of the table that is logged at start."""
+
+    kind: str
+    layers: int
+    budget: LayerBudget
+
+    @property
+    def total(self) -> int:
+        """Trainable scalars of all these layers."""
+        return self.layers * self.budget.total
+
+
+def budget_table(model: nn.Module, adapter_name: str = "default") -> list[BudgetRow]:
+    """What an adapter trains, per kind of layer (last part of the name) and budget, in the model's order."""
+    counts: dict[tuple[str, LayerBudget], int] = {}
+    for module in model.modules():
+        if isinstance(module, SupraLayer) and adapter_name in module.supra_budget:
+            key = (module.supra_layer.rpartition(".")[2], module.supra_budget[adapter_name])
+            counts[key] = counts.get(key, 0) + 1
+    return [BudgetRow(kind, count, budget) for (kind, budget), count in counts.items()]
+
+
+def _matching_layers(model: nn.Module, config: SupraConfig) -> dict[str, nn.Linear]:
+    matching = _maybe_include_all_linear_layers(copy.copy(config), model)
+    layers = {}
+    for name, module in _modules(model):
+        if name and check_target_module_exists(matching, name):
+            _check_supported(module, name)
+            layers[name] = module
+    return layers
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Named modules with every adapted layer standing for its base layer, and nothing of what is inside it."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            inside += (f"{name}.",)
+            module = module.get_base_layer()
+        yield name, module
+
+
+def _budget(base: Any, config: SupraConfig, name: str) -> LayerBudget:
+    return layer_budget(
+        base.out_features,
+        base.in_features,
+        supra_lambda=config.supra_lambda,
+        r0=config.r0,
+        sparse_density=config.sparse_density,
+        layer=name,
+    )
+
+
+def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str) -> Tensor | None:
+    """The support of one layer, or None where a checkpoint is to bring it."""
+    if config.support == "saved" or weight.is_meta or not budget.sparse_count:
+        return None
+    if config.sparse_direction == "random":
+        return random_support(weight.numel(), budget.sparse_count, seed=config.support_seed, layer=name)
+    norms = config.loaded_norms() if config.needs_norms else None
+    score = magnitude_score(weight, layer=name) if norms is None else wanda_score(weight, norms[name], layer=name)
+    beta = 0.5 if config.hybrid_beta is None else config.hybrid_beta
+    return select_support(score, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    return base.weight
+
+
+def _check_supported(module: nn.Module, name: str) -> None:
+    base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    if isinstance(module, BaseTunerLayer) and not isinstance(module, SupraLayer):
+        raise TypeError(
+            f"{name}: already adapted by {type(module).__name__}; SUPRA shares a layer with no other method."
+        )
+    quantized = (
+        type(base).__module__.startswith("bitsandbytes")
+        or not getattr(getattr(base, "weight", None), "is_floating_point", lambda: False)()
+    )
+    if isinstance(base, nn.Linear) and quantized:
+        raise TypeError(
+            f"{name}: the layer is quantized ({type(base).__name__}, weight {base.weight.dtype}); SUPRA does not adapt "
+            "quantized bases yet: load the model in bf16, fp16 or fp32."
+        )
+    if not isinstance(base, nn.Linear):
+        raise TypeError(
+            f"{name}: SUPRA adapts torch.nn.Linear, not {type(base).__name__}; take it out of target_modules."
+        )
