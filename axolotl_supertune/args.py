@@ -1,0 +1,71 @@
+"""The plugin's YAML keys. Axolotl mixes this class into its own config.
+
+Defaults are filled in by `checks.prepare` when `adapter` is `supra` or `super`, so that another adapter's config stays
+free of them; the descriptions state them.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class SupertuneArgs(BaseModel):
+    """Keys of Super and Supra, beside the `lora_*` and `peft_*` keys that they share with LoRA."""
+
+    supra_lambda: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="λ, the low-rank share of the parameter budget: 0 is Super, 1 is LoRA. Default 0.8; "
+        "`adapter: super` means 0.",
+    )
+    mask_score: Literal["wanda", "magnitude"] | None = Field(
+        default=None,
+        description="Score that orders a layer's weights: wanda |W|·‖X‖₂ (needs calibration) or magnitude |W|. "
+        "Default wanda.",
+    )
+    sparse_direction: Literal["bottom", "top", "hybrid", "random"] | None = Field(
+        default=None,
+        description="Which scores the trained support takes: the smallest, the largest, both, or none (random). "
+        "Default bottom.",
+    )
+    hybrid_beta: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="β, share of the largest scores; only with sparse_direction: hybrid. Default 0.5.",
+    )
+    sparse_density: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="p: budget ⌊p·out·in⌋ per layer instead of lora_r·(out+in). Not together with lora_r.",
+    )
+    sparse_lr: float | None = Field(
+        default=None, gt=0, description="Learning rate of the sparse values U. Default: learning_rate."
+    )
+    support_seed: int | None = Field(default=None, ge=0, description="Seed of a random support. Default: seed.")
+    calibration_dataset: str | None = Field(
+        default=None,
+        description="Calibration text: a local .txt, .json(l), .json(l).gz or .parquet file, or a hub dataset, "
+        "which is streamed. Default allenai/c4, shard 0 of its English training split.",
+    )
+    calibration_split: str | None = Field(
+        default=None, description="Split of a hub calibration dataset. Default train."
+    )
+    calibration_text_field: str | None = Field(
+        default=None, description="Column that holds the calibration text. Default text."
+    )
+    calibration_samples: int | None = Field(default=None, ge=1, description="Number of windows. Default 128.")
+    calibration_sequence_len: int | None = Field(
+        default=None, ge=1, description="Tokens per window, at most the model's own maximum. Default 2048."
+    )
+    calibration_seed: int | None = Field(
+        default=None, ge=0, description="Seed of the choice of documents and windows. Default: seed."
+    )
+    calibration_batch_size: int | None = Field(default=None, ge=1, description="Windows per forward pass. Default 8.")
+    calibration_path: str | None = Field(
+        default=None,
+        description="Activation norms saved by an earlier run (output_dir/activation_norms.safetensors): no "
+        "calibration is run. A file made for another model is refused.",
+    )

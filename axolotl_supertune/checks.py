@@ -1,0 +1,238 @@
+"""What a YAML may say: near-misses, contradictions and unsupported modes are refused before any model loads.
+
+Works on the raw YAML mapping, before Axolotl's own validation, and is idempotent: `merge-lora` runs it twice.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from .args import SupertuneArgs
+from .corpus import (
+    C4_DATASET,
+    DEFAULT_SAMPLES,
+    DEFAULT_SEQUENCE_LEN,
+    DEFAULT_SPLIT,
+    DEFAULT_TEXT_FIELD,
+    check_source,
+)
+from .tuner import SupraConfig
+
+Config = MutableMapping[str, Any]
+
+ADAPTERS = ("supra", "super")
+DEFAULT_SEED = 42  # Axolotl's own
+OWN_KEYS = tuple(SupertuneArgs.model_fields)
+SHARED_KEYS = (
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_linear",
+    "lora_target_modules",
+    "lora_exclude_modules",
+    "peft_layers_to_transform",
+    "peft_layers_pattern",
+    "lora_modules_to_save",
+    "lora_model_dir",
+)
+SPARSE_LR_GROUP = "supra_values"
+
+_DEFAULTS: dict[str, Any] = {
+    "supra_lambda": 0.8,
+    "mask_score": "wanda",
+    "sparse_direction": "bottom",
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "calibration_dataset": C4_DATASET,
+    "calibration_split": DEFAULT_SPLIT,
+    "calibration_text_field": DEFAULT_TEXT_FIELD,
+    "calibration_samples": DEFAULT_SAMPLES,
+    "calibration_sequence_len": DEFAULT_SEQUENCE_LEN,
+    "calibration_batch_size": 8,
+}
+
+# Keys that would train something else than they say, or nothing, and why.
+_REFUSED: dict[str, str] = {
+    "rl": "preference and RL trainers wrap the model later than the plugin can follow; not supported yet",
+    "load_in_8bit": "quantized bases are not supported yet: the support is written into the base weight",
+    "load_in_4bit": "quantized bases are not supported yet: the support is written into the base weight",
+    "gptq": "quantized bases are not supported yet: the support is written into the base weight",
+    "deepspeed": "DeepSpeed is not supported yet",
+    "relora": "ReLoRA restarts have no meaning for a fixed support",
+    "qat": "quantization-aware training replaces the layers that SUPRA adapts",
+    "unfrozen_parameters": "base weights trained so are not in the adapter file and would be lost; name whole modules "
+    "in lora_modules_to_save instead",
+    "lora_target_parameters": "SUPRA adapts linear layers, not bare parameters",
+    "lora_fan_in_fan_out": "SUPRA adapts torch.nn.Linear only",
+    "lora_rank_pattern": "every layer's rank follows from its budget and supra_lambda",
+    "lora_alpha_pattern": "one lora_alpha serves all layers",
+    "loraplus_lr_ratio": "LoRA+ looks for LoRA's parameter names; use sparse_lr or lr_groups",
+    "peft_use_dora": "DoRA is another parameterisation",
+    "peft_use_rslora": "the scaling is lora_alpha / r",
+    "peft_layer_replication": "replicated layers would share one support",
+    "peft_init_lora_weights": "L starts at zero and R Kaiming-uniform, so that step 0 is the base model",
+    "peft_trainable_token_indices": "not supported; use lora_modules_to_save",
+    "peft": "LoftQ initialises LoRA's own factors",
+    "lora_mlp_kernel": "Axolotl's fused kernels know LoRA's layers only",
+    "lora_qkv_kernel": "Axolotl's fused kernels know LoRA's layers only",
+    "lora_o_kernel": "Axolotl's fused kernels know LoRA's layers only",
+    "lora_embedding_kernel": "Axolotl's fused kernels know LoRA's layers only",
+}
+_REFUSED_ABOVE_ONE = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size")
+
+
+def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
+    """Check a raw config and fill in the defaults of `adapter: supra` and `adapter: super`, in place.
+
+    Args:
+        cfg: the YAML as a mapping; changed in place.
+        known_keys: the keys that Axolotl itself knows.
+
+    Raises:
+        ValueError: names the key, the value and the remedy.
+        FileNotFoundError: a file that a key names is not there.
+    """
+    _check_names(cfg, set(known_keys))
+    adapter = cfg.get("adapter")
+    if adapter not in ADAPTERS:
+        ours = [key for key in OWN_KEYS if cfg.get(key) is not None]
+        if ours:
+            raise ValueError(
+                f"{ours[0]}: {cfg[ours[0]]} has no effect with adapter: {adapter}; set adapter: supra (or super), or "
+                "drop the key."
+            )
+        return
+    _check_modes(cfg)
+    if adapter == "super":
+        if cfg.get("supra_lambda") not in (None, 0):
+            raise ValueError(
+                f"supra_lambda: {cfg['supra_lambda']} contradicts adapter: super, which is supra with supra_lambda 0; "
+                "write adapter: supra."
+            )
+        cfg["supra_lambda"] = 0.0
+    _fill_defaults(cfg)
+    method_config(cfg)  # raises on what the method cannot do
+    _check_files(cfg)
+    # The default, memory-efficient merge knows LoRA's file only and would write the base model back unmerged.
+    cfg["merge_method"] = "legacy"
+    if cfg.get("sparse_lr") is not None:
+        _add_sparse_lr(cfg)
+
+
+def method_config(cfg: Config, **more: Any) -> SupraConfig:
+    """The PEFT config that a prepared YAML describes; `more` adds what only the model can tell."""
+    seed = DEFAULT_SEED if cfg.get("seed") is None else cfg["seed"]
+    return SupraConfig(
+        r0=cfg.get("lora_r"),
+        sparse_density=_number(cfg, "sparse_density"),
+        supra_lambda=_number(cfg, "supra_lambda"),
+        lora_alpha=_number(cfg, "lora_alpha"),
+        lora_dropout=_number(cfg, "lora_dropout"),
+        mask_score=cfg.get("mask_score"),
+        sparse_direction=cfg.get("sparse_direction"),
+        hybrid_beta=_number(cfg, "hybrid_beta"),
+        support_seed=seed if cfg.get("support_seed") is None else cfg["support_seed"],
+        **more,
+    )
+
+
+def _check_names(cfg: Config, known: set[str]) -> None:
+    ours = (*OWN_KEYS, *SHARED_KEYS)
+    for key in cfg:
+        if key in known or key in ours:
+            continue
+        near = difflib.get_close_matches(str(key).replace("-", "_").lower(), ours, n=1, cutoff=0.75)
+        if near:
+            raise ValueError(f"{key}: {cfg[key]} is not a key; did you mean {near[0]}?")
+        if str(key).startswith(("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_")):
+            raise ValueError(f"{key}: {cfg[key]} is not a key; the plugin's keys are {', '.join(OWN_KEYS)}.")
+
+
+def _check_modes(cfg: Config) -> None:
+    for key, reason in _REFUSED.items():
+        if cfg.get(key):
+            raise ValueError(
+                f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']}: {reason}. Remove the key."
+            )
+    for key in _REFUSED_ABOVE_ONE:
+        if (cfg.get(key) or 1) > 1:
+            raise ValueError(f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']} yet. Remove the key.")
+    if cfg.get("fsdp") or cfg.get("fsdp_config"):
+        version = cfg.get("fsdp_version") or (cfg.get("fsdp_config") or {}).get("fsdp_version")
+        if str(version) != "2":
+            raise ValueError(
+                f"fsdp_version: {version} is FSDP1, which PyTorch and Axolotl have deprecated; adapter: "
+                f"{cfg['adapter']} does not work with it. Remove fsdp and fsdp_config."
+            )
+        raise ValueError(f"fsdp_config: FSDP2 does not work with adapter: {cfg['adapter']} yet. Remove the key.")
+    check_one_process()
+
+
+def check_one_process() -> None:
+    """Raise ValueError under several processes: each would choose a support of its own."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world not in ("", "1"):
+        raise ValueError(
+            f"WORLD_SIZE={world}: several processes are not supported yet, each would choose its own support. Run one: "
+            "CUDA_VISIBLE_DEVICES=0 axolotl train … --launcher python."
+        )
+
+
+def _fill_defaults(cfg: Config) -> None:
+    for key, value in _DEFAULTS.items():
+        if cfg.get(key) is None:
+            cfg[key] = value
+    if cfg.get("lora_r") is None and cfg.get("sparse_density") is None:
+        cfg["lora_r"] = 8
+    if cfg.get("lora_target_linear") is None and not cfg.get("lora_target_modules"):
+        cfg["lora_target_linear"] = True
+    if not cfg.get("lora_target_linear") and not cfg.get("lora_target_modules"):
+        raise ValueError(
+            "lora_target_linear: false without lora_target_modules leaves no layer to adapt; name modules, or drop the "
+            "key to adapt all linear layers but lm_head."
+        )
+    seed = DEFAULT_SEED if cfg.get("seed") is None else cfg["seed"]
+    for key in ("support_seed", "calibration_seed"):
+        if cfg.get(key) is None:
+            cfg[key] = seed
+
+
+def _check_files(cfg: Config) -> None:
+    for at, dataset in enumerate(cfg.get("datasets") or []):
+        path = dataset.get("path")
+        if isinstance(path, str) and os.path.isfile(path) and os.path.getsize(path) == 0:
+            raise ValueError(f"datasets[{at}].path: {path} is empty; it needs at least one training record.")
+    needed = cfg["mask_score"] == "wanda" and cfg["sparse_direction"] != "random"
+    if cfg.get("calibration_path"):
+        if not needed:
+            raise ValueError(
+                f"calibration_path: {cfg['calibration_path']} has no effect with mask_score: {cfg['mask_score']} and "
+                f"sparse_direction: {cfg['sparse_direction']}; drop it."
+            )
+        if not os.path.isfile(cfg["calibration_path"]):
+            raise FileNotFoundError(f"calibration_path: there is no file {cfg['calibration_path']}.")
+    elif needed:
+        check_source(cfg["calibration_dataset"])
+    resume = cfg.get("resume_from_checkpoint")
+    if isinstance(resume, str) and not os.path.isdir(resume):
+        raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {resume}.")
+
+
+def _add_sparse_lr(cfg: Config) -> None:
+    groups = [group for group in cfg.get("lr_groups") or [] if group["name"] != SPARSE_LR_GROUP]
+    rate = _number(cfg, "sparse_lr")
+    if rate is None or rate <= 0:
+        raise ValueError(f"sparse_lr: {cfg['sparse_lr']} is not a positive number.")
+    cfg["lr_groups"] = [*groups, {"name": SPARSE_LR_GROUP, "modules": [SPARSE_LR_GROUP], "lr": rate}]
+
+
+def _number(cfg: Config, key: str) -> Any:
+    """The key's value, with YAML's `1e-3` (a string to YAML 1.1) read as a number."""
+    value = cfg.get(key)
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{key}: {value} is not a number.") from None

@@ -1,0 +1,256 @@
+"""The Axolotl plugin: thin hooks that calibrate, adapt the model, and guard against an adapter nobody trained."""
+
+import io
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from axolotl.integrations.base import AdapterCapabilities, BasePlugin
+from axolotl.loaders import load_tokenizer
+from axolotl.loaders.adapter import _get_peft_task_type, find_all_linear_names
+from axolotl.loaders.utils import load_model_config
+from axolotl.utils.logging import get_logger
+from axolotl.utils.schemas.config import AxolotlInputConfig
+from axolotl.utils.train import determine_last_checkpoint
+from peft import PeftConfig, PeftModel, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from transformers import TrainerCallback
+
+from . import checks
+from .calibration import ActivationNorms, calibrate
+from .corpus import calibration_windows
+from .tuner import SupraConfig, budget_table, target_layers
+from .tuner.model import layer_budgets
+
+LOG = get_logger(__name__)
+
+NORMS_FILE = "activation_norms.safetensors"
+# What decides which weights an adapter trains; a run that goes on must agree with its checkpoint on all of it.
+_METHOD_FIELDS = ("r0", "sparse_density", "supra_lambda", "lora_alpha", "mask_score", "sparse_direction", "hybrid_beta")
+
+
+class SupertunePlugin(BasePlugin):
+    """`plugins: [axolotl_supertune.SupertunePlugin]` makes `adapter: supra` and `adapter: super` trainable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: torch.Tensor | None = None
+        self._untrained = False
+        self._inference = False
+
+    def register(self, cfg: Any) -> None:
+        """Check the raw YAML and fill in defaults; find the trained adapter for `axolotl inference`."""
+        checks.prepare(cfg, AxolotlInputConfig.model_fields)
+        self._inference = bool(cfg.get("inference"))  # Axolotl's schema drops the key
+        if cfg.get("adapter") in checks.ADAPTERS and self._inference and not cfg.get("lora_model_dir"):
+            trained = Path(cfg.get("output_dir") or ".")
+            if not (trained / "adapter_model.safetensors").is_file():
+                raise ValueError(
+                    f"lora_model_dir is not set and {trained} (output_dir) holds no adapter: nothing trained is there "
+                    "to talk to. Train first, or pass --lora-model-dir."
+                )
+            cfg["lora_model_dir"] = str(trained)
+            LOG.warning("lora_model_dir is not set: using the adapter in output_dir, %s.", trained)
+
+    def get_input_args(self) -> str:
+        """Where Axolotl finds the keys."""
+        return "axolotl_supertune.args.SupertuneArgs"
+
+    def get_adapter_capabilities(self) -> list[AdapterCapabilities]:
+        """The two adapter names."""
+        return [AdapterCapabilities(name=name) for name in checks.ADAPTERS]
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Draw the calibration windows first: text that is missing or too short costs no model load."""
+        self._windows = None
+        if cfg.adapter in checks.ADAPTERS and _is_new(cfg) and not cfg.calibration_path and _may_need_norms(cfg):
+            length = cfg.calibration_sequence_len
+            maximum = _max_positions(load_model_config(cfg))
+            self._windows = calibration_windows(
+                load_tokenizer(cfg),
+                cfg.calibration_dataset,
+                samples=cfg.calibration_samples,
+                sequence_len=length if maximum is None else min(length, maximum),
+                seed=cfg.calibration_seed,
+                split=cfg.calibration_split,
+                text_field=cfg.calibration_text_field,
+            )
+
+    def load_adapter(
+        self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False
+    ) -> tuple[Any, PeftConfig | None] | None:
+        """Load the adapter that `lora_model_dir` or a checkpoint names, else make a new one."""
+        if cfg.adapter not in checks.ADAPTERS:
+            return None
+        checks.check_one_process()
+        if config_only:
+            raise ValueError(f"rl: {cfg.rl} does not work with adapter: {cfg.adapter} yet.")
+        checkpoint = None if cfg.lora_model_dir else determine_last_checkpoint(cfg)
+        self._untrained = not (cfg.lora_model_dir or checkpoint)
+        if self._untrained:
+            model = self._new_adapter(model, cfg)
+        else:
+            trainable = not (inference or self._inference or cfg.merge_lora)
+            model = _load_trained(model, cfg, cfg.lora_model_dir or checkpoint, trainable, resumes=bool(checkpoint))
+        LOG.info("%s", _render(model))
+        return model, model.peft_config["default"]
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
+        """Stop an evaluation of an adapter that was never trained."""
+        if cfg.adapter in checks.ADAPTERS and self._untrained:
+            return [_RefuseUntrained(cfg.output_dir)]
+        return []
+
+    def _new_adapter(self, model: Any, cfg: Any) -> Any:
+        config = checks.method_config(cfg, task_type=_get_peft_task_type(model), **_targets(model, cfg))
+        layers = target_layers(model, config)
+        if config.needs_norms and any(budget.sparse_count for budget in layer_budgets(model, config).values()):
+            config.activation_norms = self._norms(model, cfg, list(layers))
+        # Axolotl seeds nothing before the trainer exists; R must follow from the config's seed all the same.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(checks.DEFAULT_SEED if cfg.seed is None else cfg.seed)
+            return get_peft_model(model, config)
+
+    def _norms(self, model: Any, cfg: Any, layers: list[str]) -> ActivationNorms:
+        if cfg.calibration_path:
+            norms = ActivationNorms.load(cfg.calibration_path)
+            norms.check_model(model, f"calibration_path: the norms in {cfg.calibration_path}")
+            LOG.info("Activation norms: %s, %s.", cfg.calibration_path, norms.provenance)
+            return norms
+        windows = self._windows
+        if windows is None:
+            raise RuntimeError("no calibration windows were drawn: pre_model_load did not run before load_adapter.")
+        if torch.device(cfg.device).type != "cpu" and model.device.type == "cpu":
+            model.to(cfg.device)
+        provenance = {
+            "model": cfg.base_model,
+            "revision": cfg.revision_of_model,
+            "dataset": cfg.calibration_dataset,
+            "split": cfg.calibration_split,
+            "text_field": cfg.calibration_text_field,
+            "seed": cfg.calibration_seed,
+            "sequence_len": windows.shape[1],
+        }
+        start = time.perf_counter()
+        norms = calibrate(model, windows.split(cfg.calibration_batch_size), layers=layers, provenance=provenance)
+        seconds = time.perf_counter() - start
+        path = Path(cfg.output_dir) / NORMS_FILE
+        norms.save(path)
+        LOG.info(
+            "Calibrated %d layers on %d × %d tokens of %s in %.1f s; norms saved to %s.",
+            len(layers),
+            *windows.shape,
+            cfg.calibration_dataset,
+            seconds,
+            path,
+        )
+        return norms
+
+
+class _RefuseUntrained(TrainerCallback):
+    """Raises at the first evaluated batch unless training began."""
+
+    def __init__(self, output_dir: str) -> None:
+        self._output_dir = output_dir
+        self._training = False
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._training = True
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        if not self._training:
+            raise ValueError(
+                "this would evaluate a new, untrained adapter, which is the base model. Name a trained one: "
+                f"--lora-model-dir={self._output_dir} (lora_model_dir in the YAML)."
+            )
+
+
+def _is_new(cfg: Any) -> bool:
+    return not (cfg.lora_model_dir or cfg.merge_lora or determine_last_checkpoint(cfg))
+
+
+def _may_need_norms(cfg: Any) -> bool:
+    """Whether any layer can get a sparse part that needs a score: all do but under a rank budget with λ = 1."""
+    config = checks.method_config(cfg)
+    return config.needs_norms and not (config.r0 is not None and config.supra_lambda == 1)
+
+
+def _targets(model: Any, cfg: Any) -> dict[str, Any]:
+    """The keys that Axolotl reads for LoRA, read the same way."""
+    modules = cfg.lora_target_modules or []
+    if cfg.lora_target_linear:
+        modules = sorted({*([modules] if isinstance(modules, str) else modules), *find_all_linear_names(model)})
+    return {
+        "target_modules": modules,
+        "exclude_modules": cfg.lora_exclude_modules or None,
+        "layers_to_transform": cfg.peft_layers_to_transform,
+        "layers_pattern": cfg.peft_layers_pattern,
+        "modules_to_save": cfg.lora_modules_to_save or None,
+    }
+
+
+def _load_trained(model: Any, cfg: Any, folder: str, trainable: bool, resumes: bool) -> Any:
+    key = "resume_from_checkpoint" if resumes else "lora_model_dir"
+    if not (Path(folder) / "adapter_config.json").is_file() and os.path.exists(folder):
+        raise ValueError(f"{key}: {folder} holds no adapter_config.json, so it is no adapter.")
+    saved = PeftConfig.from_pretrained(folder)
+    if not isinstance(saved, SupraConfig):
+        raise ValueError(f"{key}: {folder} holds a {saved.peft_type} adapter, not one of adapter: {cfg.adapter}.")
+    asked = checks.method_config(cfg)
+    differs = [
+        f"{field} {getattr(saved, field)} (the YAML says {getattr(asked, field)})"
+        for field in _METHOD_FIELDS
+        if getattr(saved, field) != getattr(asked, field)
+    ]
+    if differs and resumes:
+        raise ValueError(
+            f"{key}: the checkpoint {folder} was trained with {', '.join(differs)}. Set the YAML back to resume it, or "
+            "use another output_dir to start anew."
+        )
+    if differs:
+        LOG.warning("%s: the adapter in %s has its own settings and keeps them: %s.", key, folder, ", ".join(differs))
+    placement = {"max_memory": {"cpu": "256GiB"}, "device_map": {"": "cpu"}} if cfg.lora_on_cpu else {}
+    return PeftModel.from_pretrained(model, folder, is_trainable=trainable, **placement)
+
+
+def _max_positions(model_config: Any) -> int | None:
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def _render(model: Any) -> str:
+    """The table of what is trained, as plain text."""
+    rows = budget_table(model)
+    config = model.peft_config["default"]
+    title = f"SUPRA adapter: λ = {config.supra_lambda}, {config.mask_score}-{config.sparse_direction}, " + (
+        f"r0 = {config.r0}" if config.r0 is not None else f"density {config.sparse_density}"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("layers", "shape", "rank", "sparse entries", "density", "parameters"):
+        table.add_column(name, justify="left" if name in ("layers", "shape") else "right")
+    for row in rows:
+        budget = row.budget
+        table.add_row(
+            f"{row.layers} × {row.kind}",
+            f"{budget.out_features} × {budget.in_features}",
+            str(budget.rank),
+            f"{budget.sparse_count:,}",
+            f"{float(budget.density):.4%}",
+            f"{row.total:,}",
+        )
+    table.add_section()
+    table.add_row(
+        "total",
+        "",
+        "",
+        f"{sum(r.layers * r.budget.sparse_count for r in rows):,}",
+        "",
+        f"{sum(r.total for r in rows):,}",
+    )
+    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console.print(table)
+    source = config.calibration or "none needed"
+    return f"\n{console.file.getvalue()}Calibration: {source}"  # type: ignore[attr-defined]

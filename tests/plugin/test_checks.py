@@ -1,0 +1,181 @@
+"""A YAML that would train the wrong thing is refused, with the key, the value and the remedy, before a model loads."""
+
+import gzip
+import json
+
+import pytest
+
+from axolotl_supertune.checks import OWN_KEYS, prepare
+
+KNOWN = {"adapter", "base_model", "output_dir", "seed", "lora_r", "lora_alpha", "lora_dropout", "learning_rate"}
+
+
+@pytest.fixture(autouse=True)
+def no_model_loads(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("a model was loaded before the config was refused")
+
+    monkeypatch.setattr("axolotl.loaders.model.ModelLoader._build_model", fail)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"supra_lamda": 0.5}, r"supra_lamda: 0\.5 is not a key; did you mean supra_lambda\?"),
+        ({"supra-lambda": 0.5}, r"did you mean supra_lambda\?"),
+        ({"Mask_Score": "wanda"}, r"did you mean mask_score\?"),
+        ({"sparse_dir": "top"}, r"sparse_dir: top is not a key"),
+        ({"calibration_samplse": 3}, r"did you mean calibration_samples\?"),
+        ({"supra_lambda": 1.5}, r"supra_lambda=1\.5 is not in \[0, 1\]"),
+        ({"supra_lambda": -0.1}, r"supra_lambda=-0\.1"),
+        ({"supra_lambda": "much"}, r"supra_lambda: much is not a number"),
+        ({"supra_lambda": float("nan")}, r"supra_lambda=nan"),
+        ({"mask_score": "wnada"}, r"mask_score='wnada' is not one of wanda, magnitude"),
+        ({"sparse_direction": "up"}, r"sparse_direction='up' is not one of bottom, top, hybrid, random"),
+        ({"hybrid_beta": 0.5}, r"hybrid_beta=0\.5 has no effect with sparse_direction: bottom"),
+        ({"sparse_direction": "hybrid", "hybrid_beta": 2}, r"hybrid_beta=2 is not in \[0, 1\]"),
+        ({"lora_r": 8, "sparse_density": 0.1}, r"two budgets, r0=8 and sparse_density=0\.1"),
+        ({"sparse_density": 0}, r"sparse_density=0 is not in \(0, 1\]"),
+        ({"lora_r": 0}, r"r0=0 \(lora_r in a YAML\)"),
+        ({"lora_dropout": 1}, r"lora_dropout=1 is not in"),
+        ({"adapter": "super", "supra_lambda": 0.5}, r"supra_lambda: 0\.5 contradicts adapter: super"),
+        ({"adapter": "lora", "supra_lambda": 0.5}, r"supra_lambda: 0\.5 has no effect with adapter: lora"),
+        ({"adapter": None, "mask_score": "wanda"}, r"mask_score: wanda has no effect with adapter: None"),
+        ({"lora_target_linear": False}, r"lora_target_linear: false without lora_target_modules"),
+        ({"rl": "dpo"}, r"rl: dpo does not work with adapter: supra"),
+        ({"fsdp": ["full_shard"]}, r"FSDP1"),
+        ({"fsdp_config": {"fsdp_version": 1}}, r"fsdp_version: 1 is FSDP1"),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, r"FSDP2 does not work .* yet"),
+        ({"deepspeed": "zero2.json"}, r"deepspeed: zero2\.json"),
+        ({"load_in_4bit": True}, r"load_in_4bit: True"),
+        ({"load_in_8bit": True}, r"load_in_8bit: True"),
+        ({"peft_use_dora": True}, r"peft_use_dora: True"),
+        ({"loraplus_lr_ratio": 16}, r"loraplus_lr_ratio: 16"),
+        ({"unfrozen_parameters": ["norm"]}, r"unfrozen_parameters.*lora_modules_to_save"),
+        ({"lora_mlp_kernel": True}, r"lora_mlp_kernel: True"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size: 2"),
+        ({"calibration_path": "nowhere.safetensors"}, r"calibration_path: there is no file nowhere\.safetensors"),
+        ({"mask_score": "magnitude", "calibration_path": "x"}, r"calibration_path: x has no effect"),
+        ({"calibration_dataset": "nowhere.jsonl"}, r"calibration_dataset: there is no file nowhere\.jsonl"),
+        ({"resume_from_checkpoint": "nowhere"}, r"resume_from_checkpoint: there is no folder nowhere"),
+        ({"sparse_lr": -1}, r"sparse_lr: -1 is not a positive number"),
+        ({"calibration_samples": 0}, r"calibration_samples"),
+        ({"calibration_batch_size": -2}, r"calibration_batch_size"),
+    ],
+    ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "",
+)
+def test_a_bad_key_is_refused(settings, load, changes, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load(settings(**changes))
+
+
+def test_several_processes_are_refused(settings, load, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*Run one"):
+        load(settings())
+
+
+def test_text_too_short_is_refused_before_the_model_loads(settings, train):
+    with pytest.raises(ValueError, match=r"calibration_dataset .*text\.txt is too short: 500 windows.*tokens in"):
+        train(settings(calibration_samples=500))
+
+
+def test_a_damaged_calibration_file_is_named(settings, train, tmp_path):
+    path = tmp_path / "c4.json.gz"
+    whole = gzip.compress("".join(json.dumps({"text": "a b c " * 50}) + "\n" for _ in range(2000)).encode())
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"calibration_dataset .*c4\.json\.gz cannot be read"):
+        train(settings(calibration_dataset=str(path), calibration_samples=5000))
+
+
+def test_a_hub_dataset_out_of_reach_is_named_with_the_way_out(settings, train):
+    with pytest.raises(ValueError, match=r"calibration_dataset allenai/c4 cannot be read.*mask_score: magnitude"):
+        train(settings(calibration_dataset=None))
+
+
+@pytest.mark.parametrize("how", ["missing", "empty"])
+def test_training_data_that_is_missing_or_empty_is_an_error(settings, train, tmp_path, how):
+    path = tmp_path / "data.jsonl"
+    if how == "empty":
+        path.write_text("")
+    with pytest.raises(Exception, match=r"data\.jsonl"):
+        train(settings(datasets=[{"path": str(path), "type": "alpaca"}]))
+
+
+def test_defaults_are_the_documented_ones():
+    cfg = {"adapter": "supra", "calibration_dataset": None}
+    prepare(cfg, KNOWN)
+    assert cfg == {
+        "adapter": "supra",
+        "supra_lambda": 0.8,
+        "mask_score": "wanda",
+        "sparse_direction": "bottom",
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+        "lora_target_linear": True,
+        "support_seed": 42,
+        "calibration_dataset": "allenai/c4",
+        "calibration_split": "train",
+        "calibration_text_field": "text",
+        "calibration_samples": 128,
+        "calibration_sequence_len": 2048,
+        "calibration_seed": 42,
+        "calibration_batch_size": 8,
+        "merge_method": "legacy",
+    }
+
+
+def test_seeds_follow_seed():
+    cfg = {"adapter": "supra", "seed": 7}
+    prepare(cfg, KNOWN)
+    assert (cfg["support_seed"], cfg["calibration_seed"]) == (7, 7)
+
+
+@pytest.mark.parametrize("adapter", ["supra", "super"])
+def test_preparing_twice_changes_nothing(adapter):
+    cfg = {"adapter": adapter, "sparse_lr": "1e-2"}
+    prepare(cfg, KNOWN)
+    once = dict(cfg)
+    prepare(cfg, KNOWN)
+    assert cfg == once
+    assert cfg["lr_groups"] == [{"name": "supra_values", "modules": ["supra_values"], "lr": 0.01}]
+
+
+def test_super_is_lambda_0():
+    cfg = {"adapter": "super"}
+    prepare(cfg, KNOWN)
+    assert cfg["supra_lambda"] == 0
+
+
+def test_another_adapters_config_is_left_alone():
+    cfg = {"adapter": "lora", "lora_r": 16}
+    prepare(cfg, KNOWN)
+    assert cfg == {"adapter": "lora", "lora_r": 16}
+
+
+def test_a_density_budget_gets_no_rank():
+    cfg = {"adapter": "supra", "sparse_density": 0.01}
+    prepare(cfg, KNOWN)
+    assert "lora_r" not in cfg
+
+
+def test_every_key_reaches_the_config(settings, load):
+    values = {
+        "supra_lambda": 0.5,
+        "mask_score": "wanda",
+        "sparse_direction": "hybrid",
+        "hybrid_beta": 0.3,
+        "sparse_lr": 0.01,
+        "support_seed": 3,
+        "calibration_split": "validation",
+        "calibration_text_field": "content",
+        "calibration_samples": 9,
+        "calibration_sequence_len": 32,
+        "calibration_seed": 4,
+        "calibration_batch_size": 2,
+    }
+    cfg = load(settings(**values))
+    assert {key: cfg[key] for key in values} == values
+    assert set(values) | {"sparse_density", "calibration_dataset", "calibration_path"} == set(OWN_KEYS)
+    assert cfg.merge_method == "legacy"

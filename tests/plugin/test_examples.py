@@ -1,0 +1,106 @@
+"""Every example YAML is valid on this Axolotl, says the paper's settings, and prompts with the Alpaca template."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer, LlamaConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LLAMA = {
+    "meta-llama/Meta-Llama-3-8B": LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    ),
+    "meta-llama/Llama-3.2-1B": LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8
+    ),
+    "outputs/quickstart/base": LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3),
+}
+YAMLS = sorted(EXAMPLES.glob("*.yml"))
+PAPER = [path for path in YAMLS if path.name.startswith("llama3")]
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Response:\n"
+)
+
+
+@pytest.fixture
+def in_a_new_folder(tmp_path, monkeypatch):
+    """A working folder with the examples, a config of the base model in place of the hub's, and the quickstart's text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    (tmp_path / "outputs/quickstart").mkdir(parents=True)
+    (tmp_path / "outputs/quickstart/calibration.txt").write_text("text")
+
+    def config_folder(name):
+        folder = tmp_path / "config"
+        LLAMA[name].save_pretrained(folder)
+        return str(folder)
+
+    return config_folder
+
+
+def test_there_are_examples():
+    assert {path.name for path in YAMLS} >= {
+        "quickstart.yml",
+        "llama3-8b-supra.yml",
+        "llama3-8b-super.yml",
+        "llama3-8b-supra-magnitude.yml",
+        "llama3.2-1b-supra.yml",
+    }
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
+def test_an_example_is_a_valid_config(path, in_a_new_folder):
+    from axolotl.cli.config import load_cfg, prepare_plugins
+    from axolotl.utils.config import validate_config
+    from axolotl.utils.dict import DictDefault
+
+    raw = yaml.safe_load(path.read_text())
+    raw["base_model"] = in_a_new_folder(raw["base_model"])
+    # As on a GPU with bf16: load_cfg itself would ask this machine.
+    cfg = DictDefault(raw)
+    prepare_plugins(cfg)
+    gpu = {"bf16": True, "fp8": True, "tf32": True, "n_gpu": 1, "compute_capability": "sm_90"}
+    checked = validate_config(cfg, capabilities=gpu, env_capabilities={"torch_version": "2.11.0"})
+    assert checked.adapter in ("supra", "super")
+    lost = [key for key in raw if checked.get(key) is None]
+    assert not lost, f"Axolotl dropped {lost}"
+    if path.name == "quickstart.yml":
+        load_cfg(str(path), base_model=raw["base_model"])
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.name)
+def test_the_llama_examples_have_the_papers_settings(path):
+    raw = yaml.safe_load(path.read_text())
+    expected = {"lora_r": 8, "micro_batch_size": 16, "sequence_len": 256, "warmup_steps": 100, "weight_decay": 0.0}
+    assert {key: raw[key] for key in expected} == expected
+    assert raw["optimizer"].startswith("adamw")
+    assert raw["datasets"][0]["path"] == "openai/gsm8k"
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.name)
+def test_the_llama_examples_prompt_with_the_alpaca_template(path, base, settings, load, tmp_path):
+    from axolotl.common.datasets import load_datasets
+
+    data = tmp_path / "gsm8k.jsonl"
+    data.write_text("".join(json.dumps({"question": f"How many? {n}", "answer": f"#### {n}"}) + "\n" for n in range(4)))
+    raw = yaml.safe_load(path.read_text())
+    dataset = {"path": str(data), "type": raw["datasets"][0]["type"]}
+    cfg = load(settings(datasets=[dataset], val_set_size=0, eval_steps=None))
+    record = load_datasets(cfg=cfg).train_dataset[0]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    text = tokenizer.decode(record["input_ids"], skip_special_tokens=True)
+    number = text[-1]
+    assert text == ALPACA.format(f"How many? {number}") + f"#### {number}"
+    learned = [token for token in record["labels"] if token != -100]
+    assert tokenizer.decode(learned) == f"#### {number}</s>"
+
+
+def test_the_committed_word_problems_are_what_the_script_writes():
+    records = runpy.run_path(str(EXAMPLES / "make_word_problems.py"))["records"]()
+    committed = (EXAMPLES / "word_problems.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in committed] == records
+    assert len({record["instruction"] for record in records}) == len(records)

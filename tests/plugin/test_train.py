@@ -1,0 +1,294 @@
+"""`axolotl train`, resume, merge-lora, evaluate and inference with a Supra adapter."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from axolotl_supertune import ActivationNorms, SupertunePlugin
+
+PROMPTS = torch.randint(3, 400, (2, 17), generator=torch.Generator().manual_seed(1))
+
+
+def adapter_of(mapping):
+    return load_file(Path(mapping["output_dir"]) / "adapter_model.safetensors")
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def eval_losses(trainer):
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def assert_equal_tensors(left, right):
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(PROMPTS).logits
+
+
+def test_training_lowers_the_eval_loss_and_saves_the_whole_adapter(settings, train, base):
+    mapping = settings()
+    trainer = train(mapping)
+    first, *_, last = eval_losses(trainer)
+    assert last < first
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), mapping["output_dir"])
+    assert torch.equal(logits(loaded), logits(trainer.model))
+    norms = ActivationNorms.load(Path(mapping["output_dir"]) / "activation_norms.safetensors")
+    norms.check_model(AutoModelForCausalLM.from_pretrained(base))
+    assert norms.provenance["samples"] == 4
+    assert norms.provenance["sequence_len"] == 64
+    assert norms.provenance["tokens"] == 256
+
+
+def test_two_runs_from_one_seed_write_the_same_adapter(settings, train, tmp_path):
+    one = settings(output_dir=str(tmp_path / "one"))
+    two = settings(output_dir=str(tmp_path / "two"))
+    train(one)
+    torch.manual_seed(12345)  # what ran before must not matter
+    train(two)
+    for name in ("adapter_model.safetensors", "adapter_config.json", "activation_norms.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+def test_another_seed_writes_another_adapter(settings, train, tmp_path):
+    one, two = settings(output_dir=str(tmp_path / "one")), settings(output_dir=str(tmp_path / "two"), seed=1)
+    train(one)
+    train(two)
+    assert any(not torch.equal(tensor, adapter_of(two)[name]) for name, tensor in adapter_of(one).items())
+
+
+class StopAt(TrainerCallback):
+    """Ends the process's training as a kill does: no final save."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("adapter", ["super", "supra"])
+def test_stop_and_resume_equals_not_stopping(settings, train, tmp_path, monkeypatch, adapter):
+    whole = settings(adapter=adapter, output_dir=str(tmp_path / "whole"))
+    stopped = settings(adapter=adapter, output_dir=str(tmp_path / "stopped"))
+    uninterrupted = train(whole)
+
+    with monkeypatch.context() as patch:
+        original = SupertunePlugin.add_callbacks_post_trainer
+        patch.setattr(
+            SupertunePlugin,
+            "add_callbacks_post_trainer",
+            lambda self, cfg, trainer: [*original(self, cfg, trainer), StopAt(6)],
+        )
+        with pytest.raises(KeyboardInterrupt):
+            train(stopped)
+    assert not (tmp_path / "stopped" / "adapter_model.safetensors").exists()
+
+    def no_calibration(*args, **kwargs):
+        raise AssertionError("a resumed run calibrates again")
+
+    monkeypatch.setattr("axolotl_supertune.plugin.calibrate", no_calibration)
+    monkeypatch.setattr("axolotl_supertune.plugin.calibration_windows", no_calibration)
+    resumed = train({**stopped, "auto_resume_from_checkpoints": True})
+    assert_equal_tensors(adapter_of(whole), adapter_of(stopped))
+    assert losses(resumed) == losses(uninterrupted)
+
+
+def test_a_resumed_run_must_keep_its_method(settings, train):
+    mapping = settings()
+    train(mapping)
+    checkpoint = str(Path(mapping["output_dir"]) / "checkpoint-4")
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint.*supra_lambda 0\.8 \(the YAML says 0\.3\)"):
+        train({**mapping, "supra_lambda": 0.3, "resume_from_checkpoint": checkpoint})
+
+
+@pytest.mark.parametrize(("changes", "tolerance"), [({"adapter": "super"}, 0.0), ({"supra_lambda": 0.5}, 1e-5)])
+def test_merge_lora_writes_the_adapted_model(settings, train, write, changes, tolerance):
+    from axolotl.cli.merge_lora import do_cli
+
+    mapping = settings(**changes)
+    trainer = train(mapping)
+    adapted = logits(trainer.model)
+    do_cli(config=write(mapping))
+    merged = AutoModelForCausalLM.from_pretrained(Path(mapping["output_dir"]) / "merged")
+    difference = (logits(merged) - adapted).abs().max().item()
+    assert difference <= tolerance
+    base_model = AutoModelForCausalLM.from_pretrained(mapping["base_model"])
+    assert (logits(base_model) - adapted).abs().max().item() > 1e-3, "the adapter changed nothing"
+    AutoTokenizer.from_pretrained(Path(mapping["output_dir"]) / "merged")
+
+
+def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(settings, train, load):
+    from axolotl.common.datasets import load_datasets
+    from axolotl.evaluate import evaluate
+
+    mapping = settings()
+    expected = eval_losses(train(mapping))[-1]
+    cfg = load(mapping)
+    with pytest.raises(ValueError, match="untrained adapter.*--lora-model-dir"):
+        evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
+    cfg = load(mapping, lora_model_dir=mapping["output_dir"])
+    metrics = evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
+    assert math.isclose(metrics["eval_loss"], expected, rel_tol=1e-5)
+
+
+def test_inference_finds_the_adapter_of_output_dir_or_refuses(settings, train, load):
+    from axolotl.cli.utils import load_model_and_tokenizer
+
+    mapping = settings()
+    with pytest.raises(ValueError, match="holds no adapter"):
+        load(mapping, inference=True)
+    trainer = train(mapping)
+    model, _, _ = load_model_and_tokenizer(cfg=load(mapping, inference=True), inference=True)
+    assert torch.equal(logits(model), logits(trainer.model))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_lambda_1_trains_as_lora_does_step_by_step(settings, train, tmp_path, monkeypatch, dropout):
+    # Axolotl leaves LoRA's own start unseeded: seed it where the plugin seeds Supra's.
+    import axolotl.loaders.adapter as axolotl_adapter
+
+    original = axolotl_adapter.get_peft_model
+
+    def seeded(model, config, **kwargs):
+        torch.manual_seed(0)
+        return original(model, config, **kwargs)
+
+    monkeypatch.setattr(axolotl_adapter, "get_peft_model", seeded)
+    shared = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": dropout}
+    supra = train(settings(supra_lambda=1, calibration_dataset=None, output_dir=str(tmp_path / "supra"), **shared))
+    plain = {"calibration_dataset": None, "calibration_samples": None, "calibration_sequence_len": None}
+    kernels = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
+    lora = train(
+        settings(
+            adapter="lora",
+            lora_target_linear=True,
+            output_dir=str(tmp_path / "lora"),
+            **plain,
+            **kernels,
+            **shared,
+        )
+    )
+    torch.testing.assert_close(torch.tensor(losses(supra)), torch.tensor(losses(lora)), rtol=1e-5, atol=0)
+    assert losses(supra)[-1] < losses(supra)[0]
+    torch.testing.assert_close(logits(supra.model), logits(lora.model), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sample_packing": True, "eval_sample_packing": False, "pad_to_sequence_len": True},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"sparse_density": 0.05},
+        {"mask_score": "magnitude", "sparse_direction": "hybrid", "hybrid_beta": 0.3, "calibration_dataset": None},
+        {"sparse_direction": "random", "calibration_dataset": None},
+        {"lora_modules_to_save": ["embed_tokens"]},
+        {"lora_target_modules": ["q_proj", "down_proj"], "peft_layers_to_transform": [1]},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_it_trains_with(settings, train, base, changes):
+    mapping = settings(**changes)
+    trainer = train(mapping)
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+    assert eval_losses(trainer)[-1] < eval_losses(trainer)[0]
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), mapping["output_dir"]
+    )
+    assert torch.equal(logits(loaded), logits(trainer.model))
+
+
+def test_gradient_checkpointing_changes_nothing(settings, train, tmp_path):
+    plain = settings(output_dir=str(tmp_path / "plain"))
+    saving = settings(output_dir=str(tmp_path / "saving"), gradient_checkpointing=True)
+    train(plain)
+    train(saving)
+    for name, tensor in adapter_of(plain).items():
+        torch.testing.assert_close(adapter_of(saving)[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_sparse_lr_reaches_the_sparse_values_alone(settings, train):
+    trainer = train(settings(sparse_lr="1e-2", max_steps=1, eval_steps=None, warmup_steps=0, lr_scheduler="constant"))
+    sparse = {id(p) for name, p in trainer.model.named_parameters() if "supra_values" in name}
+    assert sparse
+    rates = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert {rates[i] for i in sparse} == {1e-2}
+    assert {rate for i, rate in rates.items() if i not in sparse} == {5e-3}
+
+
+def test_saved_norms_are_used_again_and_refused_for_another_model(settings, train, tmp_path, monkeypatch):
+    first = settings(output_dir=str(tmp_path / "first"))
+    train(first)
+    path = str(tmp_path / "first" / "activation_norms.safetensors")
+    monkeypatch.setattr("axolotl_supertune.plugin.calibrate", None)
+    again = settings(output_dir=str(tmp_path / "again"), calibration_dataset=None, calibration_path=path)
+    train(again)
+    assert_equal_tensors(adapter_of(first), adapter_of(again))
+
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(first["base_model"])
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    model.save_pretrained(other)
+    AutoTokenizer.from_pretrained(first["base_model"]).save_pretrained(other)
+    with pytest.raises(ValueError, match="calibration_path.*another model"):
+        train({**again, "base_model": str(other)})
+
+
+def test_a_supra_run_does_not_continue_a_lora_adapter(settings, train, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    mapping = settings()
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(mapping["base_model"]), LoraConfig())
+    model.save_pretrained(tmp_path / "lora")
+    with pytest.raises(ValueError, match="lora_model_dir.*LORA"):
+        train({**mapping, "lora_model_dir": str(tmp_path / "lora")})
+
+
+def test_training_goes_on_from_lora_model_dir(settings, train, tmp_path):
+    first = settings()
+    before = eval_losses(train(first))[-1]
+    second = settings(output_dir=str(tmp_path / "second"), lora_model_dir=first["output_dir"])
+    after = eval_losses(train(second))
+    assert math.isclose(after[0], before, rel_tol=1e-5)
+    assert after[-1] < before
+    support = [name for name in adapter_of(first) if "indices" in name]
+    assert support
+    assert all(torch.equal(adapter_of(first)[name], adapter_of(second)[name]) for name in support)
+
+
+def test_the_table_at_start_has_the_exact_total(settings, train, monkeypatch):
+    logged = []
+    monkeypatch.setattr("axolotl_supertune.plugin.LOG.info", lambda message, *args: logged.append(message % args))
+    trainer = train(settings(max_steps=1, eval_steps=None))
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    table = "\n".join(logged)
+    assert f"{trained:,}" in table
+    assert "2 × q_proj" in table
+    assert "wanda-bottom" in table
+
+
+def test_the_adapter_config_says_what_was_done(settings, train):
+    mapping = settings()
+    train(mapping)
+    saved = json.loads((Path(mapping["output_dir"]) / "adapter_config.json").read_text())
+    assert saved["peft_type"] == "SUPRA"
+    assert saved["support"] == "saved"
+    assert saved["calibration"]["dataset"] == mapping["calibration_dataset"]
+    assert "r" not in saved, "Axolotl's fast merge would take the file for a LoRA and write the base model"
