@@ -149,7 +149,12 @@ def calibrate(
     samples = tokens = 0
     hooks = [modules[name].register_forward_pre_hook(sums.hook(name), with_kwargs=True) for name in names]
     try:
-        with _eval_mode(model), torch.no_grad(), tqdm(unit="tok", unit_scale=True, disable=not progress) as bar:
+        with (
+            _eval_mode(model),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            tqdm(unit="tok", unit_scale=True, disable=not progress) as bar,
+        ):
             bar.set_description("Calibrating")
             for batch in batches:
                 inputs = _to_device(batch, device)
@@ -209,8 +214,9 @@ class _SquareSums:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._mask: Tensor | None = None
-        # q, k and v (gate and up) are called with one and the same tensor: its squares are summed once.
-        self._last: tuple[Tensor, Tensor] | None = None
+        # q, k and v (gate and up) are called with one and the same tensor: its squares are summed once. The version
+        # tells a tensor that was changed in place since.
+        self._last: tuple[Tensor, int, Tensor] | None = None
 
     def start(self, inputs: Batch) -> None:
         """Note a new batch's padding."""
@@ -225,12 +231,10 @@ class _SquareSums:
     def hook(self, name: str) -> Any:
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs["input"]
-            if self._last is None or self._last[0] is not x:
-                self._last = (x, self._square_sum(x, name))
-            if name in self._sums:
-                self._sums[name] += self._last[1]
-            else:
-                self._sums[name] = self._last[1].clone()
+            if self._last is None or self._last[0] is not x or self._last[1] != x._version:
+                self._last = (x, x._version, self._square_sum(x, name))
+            square_sum = self._last[2]
+            self._sums[name] = self._sums[name] + square_sum if name in self._sums else square_sum
 
         return observe
 
@@ -245,8 +249,7 @@ class _SquareSums:
                     f"{name}: input of shape {tuple(x.shape)} cannot be matched to the padding of a batch of shape "
                     f"{tuple(self._mask.shape)}; calibrate on windows of full length, without padding."
                 )
-        rows = x.detach().reshape(-1, x.shape[-1])
-        return rows.float().square_().sum(0) if rows.dtype != torch.float32 else rows.square().sum(0)
+        return x.detach().reshape(-1, x.shape[-1]).float().square().sum(0)
 
     def norm(self, name: str, width: int) -> Tensor:
         if name not in self._sums:

@@ -100,12 +100,12 @@ def _is_local(source: str) -> bool:
 
 def _documents(source: str, split: str, text_field: str, seed: int) -> Iterator[str]:
     check_source(source)
-    if source.endswith(".txt"):
-        yield Path(source).read_text(encoding="utf-8")
-        return
-    import datasets  # heavy; a .txt needs none of it
-
     try:
+        if source.endswith(".txt"):
+            yield Path(source).read_text(encoding="utf-8")
+            return
+        import datasets  # heavy; a .txt needs none of it
+
         if _is_local(source):
             builder = "parquet" if source.endswith(".parquet") else "json"
             if not source.endswith(LOCAL_SUFFIXES):

@@ -64,7 +64,10 @@ def week(rng: random.Random) -> tuple[str, list[str], int]:
     return (
         f"{name} sells {daily} {thing} a day for {days} days and then {extra} more at a market. "
         f"How many {thing} did {name} sell?",
-        [f"In {days} days that is {daily} * {days} = {made} {thing}.", f"In all it is {made} + {extra} = {made + extra}."],
+        [
+            f"In {days} days that is {daily} * {days} = {made} {thing}.",
+            f"In all it is {made} + {extra} = {made + extra}.",
+        ],
         made + extra,
     )
 

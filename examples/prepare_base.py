@@ -9,8 +9,8 @@ reference that every Python carries. Nothing is fetched from a hub.
 import importlib.util
 import pathlib
 import sys
-
 from pydoc_data.topics import topics
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,7 +24,12 @@ def main() -> None:
     source = package.submodule_search_locations[0]
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF)
+    # transformers keeps calling the dequantized model a GGUF one and refuses to save it: move the weights to one that
+    # never was.
+    config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
+    model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict())
     # The GGUF names another end-of-text token than the one the model was trained to stop at.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id

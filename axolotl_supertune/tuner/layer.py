@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class SupraLayer(BaseTunerLayer):
         self.supra_budget: dict[str, LayerBudget] = {}
         self.supra_scaling: dict[str, float] = {}
         self.supra_dropout: dict[str, float] = {}
-        # Adapters whose support or values a checkpoint is still to bring: they may be neither run nor merged.
+        # Adapters whose tensors a checkpoint is still to bring: they may be neither run nor merged.
         self.supra_unloaded: dict[str, bool] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
@@ -58,6 +59,7 @@ class SupraLayer(BaseTunerLayer):
         budget: LayerBudget,
         support: Tensor | None,
         *,
+        awaits_checkpoint: bool = False,
         lora_alpha: float,
         lora_dropout: float,
         init_weights: bool = True,
@@ -67,7 +69,8 @@ class SupraLayer(BaseTunerLayer):
 
         Args:
             budget: of this layer.
-            support: (s,) sorted flat indices, or None if a checkpoint will bring them.
+            support: (s,) sorted flat indices, or None if it cannot be chosen here.
+            awaits_checkpoint: a checkpoint will bring all tensors; until then the adapter is refused.
             lora_alpha, lora_dropout: α and the dropout of the low-rank part.
             init_weights: U and L start at zero; False draws them, so that tests see a delta.
             inference_mode: the adapter is not to be trained.
@@ -75,11 +78,11 @@ class SupraLayer(BaseTunerLayer):
         count, rank = budget.sparse_count, budget.rank
         self.supra_budget[adapter_name] = budget
         self.supra_shape[adapter_name] = torch.tensor([self.out_features, self.in_features], dtype=torch.int32)
+        if awaits_checkpoint or (count and support is None):
+            self.supra_unloaded[adapter_name] = True
         if count:
             if support is None:
-                size = self.out_features * self.in_features
-                support = torch.full((count,), _NO_SUPPORT, dtype=index_dtype(size))
-                self.supra_unloaded[adapter_name] = True
+                support = torch.full((count,), _NO_SUPPORT, dtype=index_dtype(self.out_features * self.in_features))
             start = torch.zeros(count) if init_weights else torch.randn(count) * 0.1
             self.supra_values[adapter_name] = nn.Parameter(start)
             self.supra_indices[adapter_name] = support
@@ -185,26 +188,57 @@ class SupraLayer(BaseTunerLayer):
         missing = [name for name in adapter_names if self.supra_unloaded.get(name)]
         if missing:
             raise RuntimeError(
-                f"{self.supra_layer}: the support of adapter {missing[0]!r} is not loaded. Its config says support: "
-                "saved: load the adapter's weights (PeftModel.from_pretrained), or choose one with support='select'."
+                f"{self.supra_layer}: adapter {missing[0]!r} is not loaded. Its config says support: saved, so load "
+                "its weights (PeftModel.from_pretrained), or make a new adapter with support='select'."
             )
 
-    def check_loaded_support(self, adapter_name: str) -> None:
-        """Accept a support that a checkpoint brought.
+    def _tensor_names(self, adapter_name: str) -> list[str]:
+        """Names, below this layer, of all tensors that a checkpoint holds of an adapter."""
+        stores = (*self.adapter_layer_names, "supra_indices", "supra_shape")
+        return [f"{store}.{adapter_name}" for store in stores if adapter_name in getattr(self, store)]
+
+    def _check_checkpoint(self, state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
+        """The adapters that `state_dict` brings whole.
 
         Raises:
-            ValueError: indices that are not strictly increasing inside the layer.
+            ValueError: it brings a part of one, or one made for a layer of another shape.
         """
-        indices = self.supra_indices[adapter_name]
-        if indices.is_meta or (indices.numel() and int(indices[0]) == _NO_SUPPORT):
-            return
-        size = self.out_features * self.in_features
-        ordered = bool((indices[1:] > indices[:-1]).all())
-        if indices.is_floating_point() or not ordered or int(indices[0]) < 0 or int(indices[-1]) >= size:
-            raise ValueError(
-                f"{self.supra_layer}: the adapter's support is not a sorted set of indices below {size:,} "
-                f"({indices.dtype}, from {indices.min().item()} to {indices.max().item()}): the checkpoint is damaged."
-            )
+        arriving = []
+        for adapter in self.supra_shape:
+            names = self._tensor_names(adapter)
+            lost = [name for name in names if prefix + name not in state_dict]
+            if len(lost) == len(names):
+                continue
+            if lost:
+                raise ValueError(
+                    f"{self.supra_layer}: the checkpoint holds a part of adapter {adapter!r} but not its "
+                    f"{lost[0].partition('.')[0]}: it is damaged, or was saved with another budget or supra_lambda."
+                )
+            shape = state_dict[f"{prefix}supra_shape.{adapter}"].tolist()
+            if shape != [self.out_features, self.in_features]:
+                raise ValueError(
+                    f"{self.supra_layer}: the adapter was made for a layer of shape {tuple(shape)}, this one is "
+                    f"{(self.out_features, self.in_features)}: load it on the base model it was trained on."
+                )
+            arriving.append(adapter)
+        return arriving
+
+    def _accept(self, adapter_name: str) -> None:
+        """Take an adapter that a checkpoint has brought into use.
+
+        Raises:
+            ValueError: its support is not a strictly increasing set of indices inside the layer.
+        """
+        if adapter_name in self.supra_indices:
+            indices = self.supra_indices[adapter_name]
+            size = self.out_features * self.in_features
+            ordered = bool((indices[1:] > indices[:-1]).all())
+            if indices.is_floating_point() or not ordered or int(indices[0]) < 0 or int(indices[-1]) >= size:
+                raise ValueError(
+                    f"{self.supra_layer}: the adapter's support is not a sorted set of indices below {size:,} "
+                    f"({indices.dtype}, from {indices.min().item()} to {indices.max().item()}): the checkpoint is "
+                    "damaged."
+                )
         self.supra_unloaded.pop(adapter_name, None)
 
 
@@ -214,7 +248,8 @@ class SupraLinear(nn.Module, SupraLayer):
     def __init__(self, base_layer: nn.Linear, layer: str) -> None:
         super().__init__()
         SupraLayer.__init__(self, base_layer, layer)
-        self.register_load_state_dict_post_hook(_check_supports)
+        self._arriving: list[str] = []
+        self.register_load_state_dict_post_hook(_accept_adapters)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., b) → (..., c)."""
@@ -236,19 +271,15 @@ class SupraLinear(nn.Module, SupraLayer):
         return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in self.supra_shape:
-            shape = state_dict.get(f"{prefix}supra_shape.{name}")
-            if shape is not None and shape.tolist() != [self.out_features, self.in_features]:
-                raise ValueError(
-                    f"{self.supra_layer}: the adapter was made for a layer of shape {tuple(shape.tolist())}, this one "
-                    f"is {(self.out_features, self.in_features)}: load it on the base model it was trained on."
-                )
+        self._arriving = self._check_checkpoint(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"supra.{super().__repr__()}"
 
 
-def _check_supports(module: SupraLinear, incompatible_keys: Any) -> None:
-    for name in module.supra_indices:
-        module.check_loaded_support(name)
+def _accept_adapters(module: SupraLinear, incompatible_keys: Any) -> None:
+    """After the tensors are in: check what came."""
+    for adapter in module._arriving:
+        module._accept(adapter)
+    module._arriving = []

@@ -43,24 +43,22 @@ class SupraModel(BaseTuner):
     target_module_mapping: ClassVar[dict[str, Any]] = {}
 
     def _prepare_model(self, peft_config: SupraConfig, model: nn.Module) -> None:
-        """Refuse what cannot work before the first layer is replaced: no error leaves a half-adapted model."""
-        config = peft_config
-        layers = _matching_layers(model, config)  # none: PEFT says so, in its own words
-        sparse_layers = [name for name, layer in layers.items() if _budget(layer, config, name).sparse_count]
-        if not config.needs_norms or not sparse_layers:
-            return
-        if any(_weight(model.get_submodule(name)).is_meta for name in sparse_layers):
-            return
-        norms = config.loaded_norms()
-        if norms is None:
-            raise ValueError(
-                "mask_score='wanda' needs activation norms: pass SupraConfig(activation_norms=calibrate(model, "
-                "batches)) or a saved file, or use mask_score='magnitude'."
-            )
-        norms.check_model(model)
-        for name in sparse_layers:
-            norms[name]
-        config.calibration = dict(norms.provenance)
+        """Choose every support before the first layer is replaced: no error leaves a half-adapted model."""
+        layers = _matching_layers(model, peft_config)  # none: PEFT says so, in its own words
+        budgets = {name: _budget(layer, peft_config, name) for name, layer in layers.items()}
+        selecting = [
+            name for name, budget in budgets.items() if budget.sparse_count and not layers[name].weight.is_meta
+        ]
+        if peft_config.needs_norms and selecting:
+            norms = peft_config.loaded_norms()
+            if norms is None:
+                raise ValueError(
+                    "mask_score='wanda' needs activation norms: pass SupraConfig(activation_norms=calibrate(model, "
+                    "batches)) or a saved file, or use mask_score='magnitude'."
+                )
+            norms.check_model(model)
+            peft_config.calibration = dict(norms.provenance)
+        self._supports = {name: _support(layers[name].weight, budgets[name], peft_config, name) for name in budgets}
 
     def _create_and_replace(
         self,
@@ -83,7 +81,8 @@ class SupraModel(BaseTuner):
         layer.update_layer(
             adapter_name,
             budget,
-            _support(base.weight, budget, peft_config, current_key),
+            self._supports.pop(current_key),
+            awaits_checkpoint=peft_config.support == "saved",
             lora_alpha=peft_config.lora_alpha,
             lora_dropout=peft_config.lora_dropout,
             init_weights=peft_config.init_weights,
@@ -183,11 +182,6 @@ def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str
     score = magnitude_score(weight, layer=name) if norms is None else wanda_score(weight, norms[name], layer=name)
     beta = 0.5 if config.hybrid_beta is None else config.hybrid_beta
     return select_support(score, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
-
-
-def _weight(module: nn.Module) -> Tensor:
-    base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-    return base.weight
 
 
 def _check_supported(module: nn.Module, name: str) -> None:

@@ -28,7 +28,7 @@ ALPACA = (
 
 @pytest.fixture
 def in_a_new_folder(tmp_path, monkeypatch):
-    """A working folder with the examples, a config of the base model in place of the hub's, and the quickstart's text."""
+    """A working folder with the examples and the quickstart's text; makes a local config of a hub model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(EXAMPLES)
     (tmp_path / "outputs/quickstart").mkdir(parents=True)

@@ -138,7 +138,7 @@ def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(settings, tra
     mapping = settings()
     expected = eval_losses(train(mapping))[-1]
     cfg = load(mapping)
-    with pytest.raises(ValueError, match="untrained adapter.*--lora-model-dir"):
+    with pytest.raises(ValueError, match=r"untrained adapter.*--lora-model-dir"):
         evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
     cfg = load(mapping, lora_model_dir=mapping["output_dir"])
     metrics = evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
@@ -208,9 +208,7 @@ def test_it_trains_with(settings, train, base, changes):
     trainer = train(mapping)
     assert all(math.isfinite(loss) for loss in losses(trainer))
     assert eval_losses(trainer)[-1] < eval_losses(trainer)[0]
-    loaded = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), mapping["output_dir"]
-    )
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), mapping["output_dir"])
     assert torch.equal(logits(loaded), logits(trainer.model))
 
 
@@ -247,7 +245,7 @@ def test_saved_norms_are_used_again_and_refused_for_another_model(settings, trai
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     model.save_pretrained(other)
     AutoTokenizer.from_pretrained(first["base_model"]).save_pretrained(other)
-    with pytest.raises(ValueError, match="calibration_path.*another model"):
+    with pytest.raises(ValueError, match=r"calibration_path.*another model"):
         train({**again, "base_model": str(other)})
 
 
@@ -257,7 +255,7 @@ def test_a_supra_run_does_not_continue_a_lora_adapter(settings, train, tmp_path)
     mapping = settings()
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(mapping["base_model"]), LoraConfig())
     model.save_pretrained(tmp_path / "lora")
-    with pytest.raises(ValueError, match="lora_model_dir.*LORA"):
+    with pytest.raises(ValueError, match=r"lora_model_dir.*LORA"):
         train({**mapping, "lora_model_dir": str(tmp_path / "lora")})
 
 

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from axolotl_supertune.scores import magnitude_score, wanda_score
+
+# The worked example of the paper's appendix: W (3, 2), X (2 features, 2 tokens).
+W = torch.tensor([[3.0, -2.0], [-2.0, 4.0], [1.0, -6.0]])
+X = torch.tensor([[4.0, 3.0], [0.0, 1.0]])
+
+
+def test_wanda_score_of_the_paper_example():
+    assert wanda_score(W, X.norm(dim=1)).tolist() == [[15, 2], [10, 4], [5, 6]]
+
+
+def test_magnitude_score_is_the_absolute_weight():
+    assert magnitude_score(W).tolist() == [[3, 2], [2, 4], [1, 6]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_scores_are_fp32_products_of_the_stored_weight(dtype):
+    torch.manual_seed(0)
+    weight, norm = torch.randn(5, 7, dtype=dtype), torch.rand(7)
+    expected = weight.float().abs() * norm
+    score = wanda_score(weight, norm)
+    assert score.dtype == torch.float32
+    assert torch.equal(score, expected)
+    assert torch.equal(magnitude_score(weight), weight.float().abs())
+
+
+def test_scores_leave_the_weight_alone():
+    weight, before = W.clone(), W.clone()
+    magnitude_score(weight)
+    wanda_score(weight, torch.ones(2))
+    assert torch.equal(weight, before)
+
+
+def test_scores_carry_no_gradient():
+    weight = torch.nn.Parameter(W.clone())
+    assert not wanda_score(weight, torch.ones(2)).requires_grad
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_bad_weight_names_the_layer(bad):
+    weight = W.clone()
+    weight[1, 1] = bad
+    with pytest.raises(ValueError, match=r"model\.q_proj: its weight hold 1 NaN or infinite"):
+        magnitude_score(weight, layer="model.q_proj")
+    with pytest.raises(ValueError, match=r"model\.q_proj: its weight"):
+        wanda_score(weight, torch.ones(2), layer="model.q_proj")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_norm_names_the_layer(bad):
+    with pytest.raises(ValueError, match=r"model\.q_proj: its activation norms hold 1 NaN or infinite"):
+        wanda_score(W, torch.tensor([1.0, bad]), layer="model.q_proj")
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), (1, 2)])
+def test_norms_of_another_width_are_refused_not_broadcast(shape):
+    with pytest.raises(ValueError, match=r"model\.q_proj: activation norms of shape"):
+        wanda_score(W, torch.ones(shape), layer="model.q_proj")

@@ -1,0 +1,201 @@
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axolotl_supertune.budget import hybrid_split
+from axolotl_supertune.scores import magnitude_score, wanda_score
+from axolotl_supertune.support import index_dtype, random_support, select_support
+
+# The worked example of the paper's appendix: its scores are [[15, 2], [10, 4], [5, 6]].
+W = torch.tensor([[3.0, -2.0], [-2.0, 4.0], [1.0, -6.0]])
+X = torch.tensor([[4.0, 3.0], [0.0, 1.0]])
+
+
+def reference(scores, count, direction, beta=0.5):
+    """Slow and stable: Python's sort keeps the lower index first among equals."""
+    flat = scores.double().reshape(-1).tolist()
+    ascending = sorted(range(len(flat)), key=lambda index: flat[index])
+    descending = sorted(range(len(flat)), key=lambda index: -flat[index])
+    k_top = {"top": count, "bottom": 0, "hybrid": hybrid_split(count, beta)[0]}[direction]
+    top = descending[:k_top]
+    taken = set(top)
+    rest = [index for index in ascending if index not in taken]
+    return sorted(top + rest[: count - k_top])
+
+
+@pytest.mark.parametrize(
+    ("count", "direction", "mask"),
+    [
+        (1, "top", [[1, 0], [0, 0], [0, 0]]),
+        (2, "top", [[1, 0], [1, 0], [0, 0]]),
+        (4, "top", [[1, 0], [1, 0], [1, 1]]),
+        (2, "bottom", [[0, 1], [0, 1], [0, 0]]),
+    ],
+)
+def test_masks_of_the_paper_example(count, direction, mask):
+    support = select_support(wanda_score(W, X.norm(dim=1)), count, direction)
+    chosen = torch.zeros(6, dtype=torch.int64)
+    chosen[support] = 1
+    assert chosen.view(3, 2).tolist() == mask
+
+
+@pytest.mark.parametrize(
+    ("direction", "expected"),
+    [("bottom", [0, 1, 2, 3]), ("top", [0, 1, 2, 3]), ("hybrid", [0, 1, 2, 3])],
+)
+def test_equal_scores_take_the_lowest_indices(direction, expected):
+    assert select_support(torch.ones(3, 4), 4, direction).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("direction", "expected"),
+    [("bottom", [1, 3, 4]), ("top", [0, 2, 7]), ("hybrid", [0, 1, 2])],
+)
+def test_lower_index_wins_a_tie_at_the_threshold(direction, expected):
+    scores = torch.tensor([9.0, 1, 9, 1, 1, 1, 1, 9, 9, 9])
+    assert select_support(scores, 3, direction).tolist() == expected
+
+
+@pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
+def test_bf16_weights_with_hundreds_of_ties_match_a_stable_sort(direction):
+    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * 0.02
+    scores = magnitude_score(weight.to(torch.bfloat16))
+    count = 30_000
+    flat = scores.reshape(-1)
+    for threshold in (flat.kthvalue(count).values, flat.kthvalue(flat.numel() - count).values):
+        assert int((flat == threshold).sum()) > 100, "this test wants ties"
+    support = select_support(scores, count, direction)
+    assert support.tolist() == reference(scores, count, direction)
+
+
+def test_a_threshold_shared_by_hundreds_matches_a_stable_sort():
+    scores = torch.randint(0, 4, (40, 40), generator=torch.Generator().manual_seed(1)).float()
+    for direction in ("bottom", "top", "hybrid"):
+        assert select_support(scores, 613, direction).tolist() == reference(scores, 613, direction)
+
+
+@given(
+    values=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    direction=st.sampled_from(["bottom", "top", "hybrid"]),
+    tenths=st.integers(0, 10),
+    data=st.data(),
+)
+def test_any_tied_scores_match_a_stable_sort(values, direction, tenths, data):
+    scores = torch.tensor(values, dtype=torch.float32)
+    count = data.draw(st.integers(0, len(values)))
+    support = select_support(scores, count, direction, hybrid_beta=tenths / 10)
+    assert support.tolist() == reference(scores, count, direction, tenths / 10)
+
+
+@pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
+def test_support_is_flat_sorted_int32(direction):
+    support = select_support(torch.rand(9, 13), 50, direction)
+    assert support.dtype == torch.int32
+    assert support.shape == (50,)
+    assert bool((support[1:] > support[:-1]).all())
+
+
+def test_indices_are_row_major_even_for_a_transposed_weight():
+    scores = torch.tensor([[5.0, 0.0], [1.0, 9.0], [7.0, 8.0]])
+    assert select_support(scores.t(), 1, "bottom").tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(1, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int32), (2**31 + 1, torch.int64)],
+)
+def test_index_dtype_is_int32_while_every_index_fits(size, dtype):
+    assert index_dtype(size) == dtype
+
+
+def test_random_support_of_a_huge_layer_is_int64():
+    support = random_support(2**31 + 10, 5, seed=0, layer="huge")
+    assert support.dtype == torch.int64
+    assert len(support) == 5
+
+
+@pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
+def test_empty_and_full_support(direction):
+    scores = torch.rand(4, 5)
+    empty = select_support(scores, 0, direction)
+    assert empty.shape == (0,)
+    assert empty.dtype == torch.int32
+    assert select_support(scores, 20, direction).tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_count_outside_the_layer_is_refused(count):
+    with pytest.raises(ValueError, match="does not fit a layer of 20 weights"):
+        select_support(torch.rand(4, 5), count, "top")
+    with pytest.raises(ValueError, match="does not fit a layer of 20 weights"):
+        random_support(20, count, seed=0, layer="layer")
+
+
+def test_unknown_direction_is_refused():
+    with pytest.raises(ValueError, match="sparse_direction='sideways' is not one of bottom, top, hybrid, random"):
+        select_support(torch.rand(2, 2), 1, "sideways")
+
+
+@pytest.mark.parametrize("scores", [torch.rand(8, 8), torch.ones(8, 8)], ids=["distinct", "all equal"])
+@pytest.mark.parametrize("count", [1, 2, 33, 63, 64])
+def test_hybrid_never_counts_an_entry_twice(scores, count):
+    assert len(select_support(scores, count, "hybrid", hybrid_beta=0.7).unique()) == count
+
+
+def test_hybrid_is_the_union_of_both_ends():
+    scores = torch.rand(6, 7, generator=torch.Generator().manual_seed(3))
+    hybrid = set(select_support(scores, 10, "hybrid", hybrid_beta=0.3).tolist())
+    top, bottom = select_support(scores, 3, "top").tolist(), select_support(scores, 7, "bottom").tolist()
+    assert hybrid == {*top, *bottom}
+
+
+@pytest.mark.parametrize(("beta", "direction"), [(0, "bottom"), (1, "top")])
+def test_hybrid_endpoints_are_the_pure_directions(beta, direction):
+    scores = torch.randint(0, 5, (9, 9), generator=torch.Generator().manual_seed(4)).float()
+    hybrid = select_support(scores, 25, "hybrid", hybrid_beta=beta)
+    assert torch.equal(hybrid, select_support(scores, 25, direction))
+
+
+def test_random_support_is_sorted_without_replacement_and_in_range():
+    support = random_support(100, 60, seed=0, layer="layer")
+    assert support.dtype == torch.int32
+    assert len(support.unique()) == 60
+    assert support.tolist() == sorted(support.tolist())
+    assert int(support[0]) >= 0
+    assert int(support[-1]) < 100
+
+
+def test_random_support_depends_on_seed_and_layer():
+    first = random_support(1000, 50, seed=0, layer="a").tolist()
+    assert first != random_support(1000, 50, seed=1, layer="a").tolist()
+    assert first != random_support(1000, 50, seed=0, layer="b").tolist()
+
+
+def test_random_support_depends_on_nothing_else():
+    first = random_support(1000, 50, seed=0, layer="a")
+    torch.manual_seed(5)
+    numpy.random.seed(5)
+    random_support(1000, 50, seed=0, layer="b")
+    assert torch.equal(first, random_support(1000, 50, seed=0, layer="a"))
+
+
+def test_random_support_leaves_the_global_generators_alone():
+    torch_state, numpy_state = torch.get_rng_state(), numpy.random.get_state()[1].copy()
+    random_support(1000, 50, seed=0, layer="a")
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert numpy.array_equal(numpy_state, numpy.random.get_state()[1])
+
+
+def test_random_support_reaches_every_index_about_equally_often():
+    drawn = torch.zeros(20)
+    for layer in range(200):
+        drawn[random_support(20, 10, seed=0, layer=str(layer))] += 1
+    assert float(drawn.min()) > 60  # expected 100, standard deviation 7
+    assert float(drawn.max()) < 140
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_random_support_empty_and_full(count):
+    assert random_support(20, count, seed=0, layer="layer").tolist() == list(range(count))
