@@ -180,7 +180,8 @@ def calibrate(
 
 def default_layers(model: nn.Module) -> list[str]:
     """Names of all `nn.Linear` of the model but its output embedding."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head = find_head() if find_head is not None else None
     return [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name and module is not head
     ]

@@ -89,12 +89,13 @@ class SupertunePlugin(BasePlugin):
         if config_only:
             raise ValueError(f"rl: {cfg.rl} does not work with adapter: {cfg.adapter} yet.")
         checkpoint = None if cfg.lora_model_dir else determine_last_checkpoint(cfg)
-        self._untrained = not (cfg.lora_model_dir or checkpoint)
-        if self._untrained:
-            model = self._new_adapter(model, cfg)
-        else:
+        trained = cfg.lora_model_dir or checkpoint
+        self._untrained = not trained
+        if trained:
             trainable = not (inference or self._inference or cfg.merge_lora)
-            model = _load_trained(model, cfg, cfg.lora_model_dir or checkpoint, trainable, resumes=bool(checkpoint))
+            model = _load_trained(model, cfg, trained, trainable, resumes=bool(checkpoint))
+        else:
+            model = self._new_adapter(model, cfg)
         LOG.info("%s", _render(model))
         return model, model.peft_config["default"]
 

@@ -261,7 +261,7 @@ class SupraLinear(nn.Module, SupraLayer):
             return self.base_layer(x, *args, **kwargs)
         if self.merged:
             return self.base_layer(x, *args, **kwargs)
-        names = self.active_adapters
+        names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         if self.supra_unloaded:
             self._check_loaded(names)
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)

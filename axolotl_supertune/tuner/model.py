@@ -64,14 +64,14 @@ class SupraModel(BaseTuner):
         self,
         peft_config: SupraConfig,
         adapter_name: str,
-        target: nn.Module,
+        target: Any,
         target_name: str,
         parent: nn.Module,
         current_key: str,
         **optional_kwargs: Any,
     ) -> None:
         _check_supported(target, current_key)
-        layer = target if isinstance(target, SupraLinear) else SupraLinear(target, current_key)
+        layer: Any = target if isinstance(target, SupraLinear) else SupraLinear(target, current_key)
         if layer.merged:
             raise ValueError(f"{current_key}: an adapter is merged here, unmerge it before another one is added.")
         base = layer.get_base_layer()
@@ -149,7 +149,7 @@ def _matching_layers(model: nn.Module, config: SupraConfig) -> dict[str, nn.Line
     return layers
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Named modules with every adapted layer standing for its base layer, and nothing of what is inside it."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():

@@ -15,8 +15,8 @@ def peft_type() -> PeftType:
         member = str.__new__(PeftType, NAME)
         member._name_ = NAME
         member._value_ = NAME
-        member.__objclass__ = PeftType  # type: ignore[attr-defined]
-        member._sort_order_ = len(PeftType.__members__)  # type: ignore[attr-defined]
+        member.__objclass__ = PeftType
+        member._sort_order_ = len(PeftType.__members__)
         PeftType._member_names_.append(NAME)
         PeftType._member_map_[NAME] = member
         PeftType._value2member_map_[NAME] = member

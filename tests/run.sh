@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# The whole test suite: environment, style, types, the direction of imports, tests.
+#
+#   bash tests/run.sh                       bash tests/run.sh -k merge        arguments go to pytest
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+export HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
+
+source tests/environment.sh
+make_environment "$venv" "[test]"
+export PATH="$PWD/$venv/bin:$PATH"
+case $venv in /*) export PATH="$venv/bin:$PATH" ;; esac
+
+ruff check .
+ruff format --check .
+mypy
+lint-imports
+python -m pytest --show-capture=no "$@"
