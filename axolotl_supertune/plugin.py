@@ -38,6 +38,7 @@ class SupertunePlugin(BasePlugin):
     def __init__(self) -> None:
         super().__init__()
         self._windows: torch.Tensor | None = None
+        self._calibration_seconds: float | None = None
         self._untrained = False
         self._inference = False
 
@@ -96,7 +97,7 @@ class SupertunePlugin(BasePlugin):
             model = _load_trained(model, cfg, trained, trainable, resumes=bool(checkpoint))
         else:
             model = self._new_adapter(model, cfg)
-        LOG.info("%s", _render(model))
+        LOG.info("\n%s%s", _table(model), _calibration_line(model, self._calibration_seconds))
         return model, model.peft_config["default"]
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
@@ -137,17 +138,10 @@ class SupertunePlugin(BasePlugin):
         }
         start = time.perf_counter()
         norms = calibrate(model, windows.split(cfg.calibration_batch_size), layers=layers, provenance=provenance)
-        seconds = time.perf_counter() - start
+        self._calibration_seconds = time.perf_counter() - start
         path = Path(cfg.output_dir) / NORMS_FILE
         norms.save(path)
-        LOG.info(
-            "Calibrated %d layers on %d × %d tokens of %s in %.1f s; norms saved to %s.",
-            len(layers),
-            *windows.shape,
-            cfg.calibration_dataset,
-            seconds,
-            path,
-        )
+        LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
         return norms
 
 
@@ -222,7 +216,7 @@ def _max_positions(model_config: Any) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def _render(model: Any) -> str:
+def _table(model: Any) -> str:
     """The table of what is trained, as plain text."""
     rows = budget_table(model)
     config = model.peft_config["default"]
@@ -253,5 +247,15 @@ def _render(model: Any) -> str:
     )
     console = Console(file=io.StringIO(), width=110, color_system=None)
     console.print(table)
-    source = config.calibration or "none needed"
-    return f"\n{console.file.getvalue()}Calibration: {source}"  # type: ignore[attr-defined]
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def _calibration_line(model: Any, seconds: float | None) -> str:
+    made = model.peft_config["default"].calibration
+    if made is None:
+        return "Calibration: none needed"
+    took = "read from a file" if seconds is None else f"{seconds:.1f} s"
+    return (
+        f"Calibration: {made['samples']} × {made.get('sequence_len', '?')} tokens of {made.get('dataset', '?')} "
+        f"(seed {made.get('seed', '?')}), model {made['model']}: {took}"
+    )

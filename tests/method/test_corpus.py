@@ -191,3 +191,26 @@ def test_local_file_of_another_format_says_what_is_read(tmp_path):
     (tmp_path / "corpus.csv").write_text("text\nhello\n")
     with pytest.raises(ValueError, match=r"corpus\.csv cannot be read: its name ends in none of \.txt, \.parquet"):
         calibration_windows(tokenizer, str(tmp_path / "corpus.csv"), samples=1, sequence_len=4)
+
+
+def test_the_default_streams_the_first_shard_of_c4(monkeypatch):
+    import datasets
+
+    asked = {}
+
+    def load_dataset(path, **settings):
+        asked.update(settings, path=path)
+        rows = [{"text": "word " * length, "timestamp": "", "url": ""} for length in range(1, 40)]
+        return datasets.Dataset.from_list(rows).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    windows = calibration_windows(
+        lambda text, **_: {"input_ids": list(range(len(text.split())))}, samples=5, sequence_len=20
+    )
+    assert windows.shape == (5, 20)
+    assert asked == {
+        "path": "allenai/c4",
+        "split": "train",
+        "streaming": True,
+        "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"},
+    }

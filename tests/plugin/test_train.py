@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,7 @@ def test_the_table_at_start_has_the_exact_total(settings, train, monkeypatch):
     assert f"{trained:,}" in table
     assert "2 × q_proj" in table
     assert "wanda-bottom" in table
+    assert re.search(r"Calibration: 4 × 64 tokens of \S+text\.txt \(seed 0\), model \S+: \d+\.\d s", table)
 
 
 def test_the_adapter_config_says_what_was_done(settings, train):
