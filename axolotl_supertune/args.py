@@ -12,6 +12,9 @@ from pydantic import BaseModel, Field
 class SupertuneArgs(BaseModel):
     """Keys of Super and Supra, beside the `lora_*` and `peft_*` keys that they share with LoRA."""
 
+    lora_exclude_modules: list[str] | str | None = Field(
+        default=None, description="Names or regex of layers to leave alone, as PEFT's exclude_modules."
+    )
     supra_lambda: float | None = Field(
         default=None,
         ge=0,

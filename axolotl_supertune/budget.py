@@ -123,7 +123,9 @@ def layer_budget(
         check_r0(r0)
         total = r0 * sides
         source = f"r0={r0} (lora_r in a YAML)"
-        remedy = f"use r0 ≤ {size // sides} or leave this layer out of the target modules"
+        remedy = "leave this layer out of the target modules"
+        if size >= sides:
+            remedy = f"use r0 ≤ {size // sides} or {remedy}"
     if total > size or total == 0:
         problem = f"more than its {size:,} weights" if total else "no trainable parameter"
         raise BudgetError(

@@ -34,7 +34,7 @@ class ActivationNorms:
 
     Attributes:
         norms: layer name (as in `model.named_modules()`) → (in_features,) fp32 on the CPU.
-        fingerprint: identifies the weights of those layers, see `model_fingerprint`.
+        fingerprint: identifies the model's weights, see `model_fingerprint`.
         provenance: how they were made: model, dataset, seed, samples, sequence length, tokens.
     """
 
@@ -61,17 +61,20 @@ class ActivationNorms:
                 f"(made for {self.provenance.get('model', 'an unnamed model')}). Calibrate this model."
             )
         for layer, norm in self.norms.items():
-            width = _base(modules[layer]).weight.shape[1]
+            width = getattr(_base(modules[layer]), "in_features", None)
             if tuple(norm.shape) != (width,):
                 raise ValueError(
                     f"{source} were made for another model: {layer} has {width} input features here, "
                     f"{norm.numel()} in the norms. Calibrate this model."
                 )
-        found = model_fingerprint(model, self.norms)
+            if not bool(torch.isfinite(norm).all()) or bool((norm < 0).any()) or not bool(norm.any()):
+                raise ValueError(f"{source} are damaged: those of {layer} are not finite, negative or all zero.")
+        found = model_fingerprint(model)
         if found is not None and found != self.fingerprint:
             raise ValueError(
                 f"{source} were made for another model: its layers have the same shapes but other weights "
-                f"(made for {self.provenance.get('model', 'an unnamed model')}). Calibrate this model."
+                f"(made for {self.provenance.get('model', 'an unnamed model')}; an fp16 copy is another one too). "
+                "Calibrate this model."
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -102,13 +105,17 @@ class ActivationNorms:
             ) from error
         if FORMAT not in metadata:
             raise ValueError(f"{path} is a safetensors file but holds no activation norms; calibration_path wants one.")
-        header = json.loads(metadata[FORMAT])
-        if header["version"] != FORMAT_VERSION:
+        try:
+            header = json.loads(metadata[FORMAT])
+            version, fingerprint, provenance = (header[key] for key in ("version", "fingerprint", "provenance"))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} has a damaged header ({error!r}); delete it and calibrate again.") from error
+        if version != FORMAT_VERSION:
             raise ValueError(
-                f"{path} has version {header['version']} of its format, this package reads {FORMAT_VERSION}; "
+                f"{path} has version {version} of its format, this package reads {FORMAT_VERSION}; "
                 "update axolotl-supertune or calibrate again."
             )
-        return cls(norms, header["fingerprint"], header["provenance"])
+        return cls(norms, fingerprint, dict(provenance))
 
 
 def calibrate(
@@ -137,8 +144,10 @@ def calibrate(
     """
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise ValueError("calibrate takes the base model, before get_peft_model: this one already holds adapters.")
+    if isinstance(layers, str) or isinstance(batches, Tensor):
+        raise TypeError("layers is a list of names, and batches an iterable of batches: windows.split(8), not windows.")
     modules = dict(model.named_modules())
-    names = default_layers(model) if layers is None else list(layers)
+    names = default_layers(model) if layers is None else list(dict.fromkeys(layers))
     unknown = [name for name in names if not isinstance(modules.get(name), nn.Linear)]
     if not names or unknown:
         raise ValueError(f"no layer to calibrate: {_some(unknown) if unknown else 'the model has no nn.Linear'}.")
@@ -167,15 +176,15 @@ def calibrate(
     finally:
         for hook in hooks:
             hook.remove()
-    if samples == 0:
-        raise ValueError("no calibration batch was given: calibrate needs at least one.")
+    if tokens == 0:
+        raise ValueError("no calibration token was given: calibrate needs at least one batch that is not all padding.")
 
     norms = {name: sums.norm(name, modules[name].in_features) for name in names}
-    fingerprint = model_fingerprint(model, norms)
+    fingerprint = model_fingerprint(model)
     if fingerprint is None:
         raise ValueError("the model's weights are on the meta device: calibration needs real weights.")
     record = {"model": _model_name(model), "samples": samples, "tokens": tokens, **(provenance or {})}
-    return ActivationNorms(norms, fingerprint, record)
+    return ActivationNorms(norms, fingerprint, json.loads(json.dumps(record, default=str)))
 
 
 def default_layers(model: nn.Module) -> list[str]:
@@ -187,24 +196,27 @@ def default_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def model_fingerprint(model: nn.Module, layers: Iterable[str]) -> str | None:
-    """sha256 over the named layers' names, shapes and 64 evenly spaced weights each, rounded to bf16.
+def model_fingerprint(model: nn.Module) -> str | None:
+    """sha256 over every base parameter's name, shape and 64 evenly spaced entries, rounded to bf16.
 
-    The rounding makes one checkpoint give one fingerprint whether it was loaded in fp32 or in bf16.
+    Every parameter shapes the activations, not those of the calibrated layers alone. The rounding makes one checkpoint
+    give one fingerprint whether it was loaded in fp32 or in bf16. Adapters on the model do not count.
 
     Returns:
         The hex digest, or None if a weight is on the meta device.
     """
-    modules = dict(model.named_modules())
+    wrapped = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer"))
     digest = hashlib.sha256()
-    for layer in sorted(layers):
-        weight = _base(modules[layer]).weight.detach()
-        if weight.is_meta:
+    for name, parameter in sorted(model.named_parameters()):
+        if ".modules_to_save." in name or (name.startswith(wrapped) and ".base_layer." not in name):
+            continue
+        if parameter.is_meta:
             return None
-        flat = weight.reshape(-1)
+        flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
         sample = flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16).cpu()
-        digest.update(f"{layer}{tuple(weight.shape)}".encode())
+        plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        digest.update(f"{plain}{tuple(parameter.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
@@ -297,6 +309,8 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 def _to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, Tensor):
         return batch.to(device)
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a calibration batch is a tensor of token ids or a mapping, not a {type(batch).__name__}.")
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 

@@ -23,7 +23,8 @@ Config = MutableMapping[str, Any]
 
 ADAPTERS = ("supra", "super")
 DEFAULT_SEED = 42  # Axolotl's own
-OWN_KEYS = tuple(SupertuneArgs.model_fields)
+# What only supra and super read; lora_exclude_modules is Axolotl's for LoRA too, though its schema forgets it.
+OWN_KEYS = tuple(key for key in SupertuneArgs.model_fields if key != "lora_exclude_modules")
 SHARED_KEYS = (
     "lora_r",
     "lora_alpha",
@@ -37,6 +38,21 @@ SHARED_KEYS = (
     "lora_model_dir",
 )
 SPARSE_LR_GROUP = "supra_values"
+
+# The paper's and Python's names of keys: to no spelling check are they near.
+_ALIASES = {
+    "r0": "lora_r",
+    "r": "lora_r",
+    "rank": "lora_r",
+    "lora_rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "lambda": "supra_lambda",
+    "density": "sparse_density",
+    "beta": "hybrid_beta",
+    "score": "mask_score",
+    "direction": "sparse_direction",
+}
 
 _DEFAULTS: dict[str, Any] = {
     "supra_lambda": 0.8,
@@ -60,6 +76,8 @@ _REFUSED: dict[str, str] = {
     "gptq": "quantized bases are not supported yet: the support is written into the base weight",
     "deepspeed": "DeepSpeed is not supported yet",
     "relora": "ReLoRA restarts have no meaning for a fixed support",
+    "reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
+    "process_reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
     "qat": "quantization-aware training replaces the layers that SUPRA adapts",
     "unfrozen_parameters": "base weights trained so are not in the adapter file and would be lost; name whole modules "
     "in lora_modules_to_save instead",
@@ -78,6 +96,10 @@ _REFUSED: dict[str, str] = {
     "lora_qkv_kernel": "Axolotl's fused kernels know LoRA's layers only",
     "lora_o_kernel": "Axolotl's fused kernels know LoRA's layers only",
     "lora_embedding_kernel": "Axolotl's fused kernels know LoRA's layers only",
+}
+_REFUSED_EVEN_IF_FALSE: dict[str, str] = {
+    "peft_autocast_adapter_dtype": "U, L and R are fp32 always",
+    "peft_ensure_weight_tying": "layers with tied weights are not adapted",
 }
 _REFUSED_ABOVE_ONE = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size")
 
@@ -105,7 +127,7 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
         return
     _check_modes(cfg)
     if adapter == "super":
-        if cfg.get("supra_lambda") not in (None, 0):
+        if _number(cfg, "supra_lambda") not in (None, 0):
             raise ValueError(
                 f"supra_lambda: {cfg['supra_lambda']} contradicts adapter: super, which is supra with supra_lambda 0; "
                 "write adapter: supra."
@@ -122,9 +144,8 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
 
 def method_config(cfg: Config, **more: Any) -> SupraConfig:
     """The PEFT config that a prepared YAML describes; `more` adds what only the model can tell."""
-    seed = DEFAULT_SEED if cfg.get("seed") is None else cfg["seed"]
     return SupraConfig(
-        r0=cfg.get("lora_r"),
+        r0=_integer(cfg, "lora_r"),
         sparse_density=_number(cfg, "sparse_density"),
         supra_lambda=_number(cfg, "supra_lambda"),
         lora_alpha=_number(cfg, "lora_alpha"),
@@ -132,9 +153,19 @@ def method_config(cfg: Config, **more: Any) -> SupraConfig:
         mask_score=cfg["mask_score"],
         sparse_direction=cfg["sparse_direction"],
         hybrid_beta=_number(cfg, "hybrid_beta"),
-        support_seed=seed if cfg.get("support_seed") is None else cfg["support_seed"],
+        support_seed=cfg["support_seed"],
         **more,
     )
+
+
+def has_sparse_part(cfg: Config) -> bool:
+    """Whether any layer gets a sparse part: all do but under a rank budget with λ = 1."""
+    return cfg.get("sparse_density") is not None or _number(cfg, "supra_lambda") != 1
+
+
+def may_need_norms(cfg: Config) -> bool:
+    """Whether the support needs activation norms."""
+    return cfg["mask_score"] == "wanda" and cfg["sparse_direction"] != "random" and has_sparse_part(cfg)
 
 
 def _check_names(cfg: Config, known: set[str]) -> None:
@@ -142,7 +173,8 @@ def _check_names(cfg: Config, known: set[str]) -> None:
     for key in cfg:
         if key in known or key in ours:
             continue
-        near = difflib.get_close_matches(str(key).replace("-", "_").lower(), ours, n=1, cutoff=0.75)
+        plain = str(key).replace("-", "_").lower()
+        near = [_ALIASES[plain]] if plain in _ALIASES else difflib.get_close_matches(plain, ours, n=1, cutoff=0.75)
         if near:
             raise ValueError(f"{key}: {cfg[key]} is not a key; did you mean {near[0]}?")
         if str(key).startswith(("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_")):
@@ -155,6 +187,16 @@ def _check_modes(cfg: Config) -> None:
             raise ValueError(
                 f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']}: {reason}. Remove the key."
             )
+    for key, reason in _REFUSED_EVEN_IF_FALSE.items():
+        if cfg.get(key) is not None:
+            raise ValueError(
+                f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']}: {reason}. Remove the key."
+            )
+    if "muon" in str(cfg.get("optimizer")).lower():
+        raise ValueError(
+            f"optimizer: {cfg['optimizer']} updates matrices only and would leave the sparse values untrained; use "
+            "adamw_torch_fused."
+        )
     for key in _REFUSED_ABOVE_ONE:
         if (cfg.get(key) or 1) > 1:
             raise ValueError(f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']} yet. Remove the key.")
@@ -192,23 +234,24 @@ def _fill_defaults(cfg: Config) -> None:
             "lora_target_linear: false without lora_target_modules leaves no layer to adapt; name modules, or drop the "
             "key to adapt all linear layers but lm_head."
         )
-    seed = DEFAULT_SEED if cfg.get("seed") is None else cfg["seed"]
+    seed = _integer(cfg, "seed")
     for key in ("support_seed", "calibration_seed"):
         if cfg.get(key) is None:
-            cfg[key] = seed
+            cfg[key] = DEFAULT_SEED if seed is None else seed
 
 
 def _check_files(cfg: Config) -> None:
-    for at, dataset in enumerate(cfg.get("datasets") or []):
-        path = dataset.get("path")
+    datasets = cfg.get("datasets") or []
+    for at, dataset in enumerate(datasets if isinstance(datasets, list) else []):
+        path = dataset.get("path") if isinstance(dataset, dict) else None
         if isinstance(path, str) and os.path.isfile(path) and os.path.getsize(path) == 0:
             raise ValueError(f"datasets[{at}].path: {path} is empty; it needs at least one training record.")
-    needed = cfg["mask_score"] == "wanda" and cfg["sparse_direction"] != "random"
+    needed = may_need_norms(cfg)
     if cfg.get("calibration_path"):
         if not needed:
             raise ValueError(
-                f"calibration_path: {cfg['calibration_path']} has no effect with mask_score: {cfg['mask_score']} and "
-                f"sparse_direction: {cfg['sparse_direction']}; drop it."
+                f"calibration_path: {cfg['calibration_path']} has no effect with mask_score: {cfg['mask_score']}, "
+                f"sparse_direction: {cfg['sparse_direction']}, supra_lambda: {cfg['supra_lambda']}; drop it."
             )
         if not os.path.isfile(cfg["calibration_path"]):
             raise FileNotFoundError(f"calibration_path: there is no file {cfg['calibration_path']}.")
@@ -220,11 +263,22 @@ def _check_files(cfg: Config) -> None:
 
 
 def _add_sparse_lr(cfg: Config) -> None:
-    groups = [group for group in cfg.get("lr_groups") or [] if group["name"] != SPARSE_LR_GROUP]
     rate = _number(cfg, "sparse_lr")
-    if rate is None or rate <= 0:
+    if rate is None or not rate > 0:
         raise ValueError(f"sparse_lr: {cfg['sparse_lr']} is not a positive number.")
-    cfg["lr_groups"] = [*groups, {"name": SPARSE_LR_GROUP, "modules": [SPARSE_LR_GROUP], "lr": rate}]
+    if not has_sparse_part(cfg):
+        raise ValueError(f"sparse_lr: {cfg['sparse_lr']} has no effect with supra_lambda: 1, which is LoRA; drop it.")
+    ours = {"name": SPARSE_LR_GROUP, "modules": [SPARSE_LR_GROUP], "lr": rate}
+    others = [group for group in cfg.get("lr_groups") or [] if group != ours]
+    if any(group.get("name") == SPARSE_LR_GROUP for group in others):
+        raise ValueError(f"lr_groups: the name {SPARSE_LR_GROUP} is what sparse_lr makes; use one of the two.")
+    cfg["lr_groups"] = [ours, *others]  # the first group that matches a parameter has it
+
+
+def _integer(cfg: Config, key: str) -> Any:
+    """The key's value, a string of digits read as an integer."""
+    value = cfg.get(key)
+    return int(value) if isinstance(value, str) and value.strip().lstrip("-").isdigit() else value
 
 
 def _number(cfg: Config, key: str) -> Any:

@@ -54,6 +54,11 @@ def calibration_windows(
         ValueError: text too short (the message says how many tokens were found), no such column, or a source that
             cannot be read.
     """
+    source = os.fspath(source)
+    if samples < 1 or sequence_len < 1:
+        raise ValueError(
+            f"calibration_samples={samples} and calibration_sequence_len={sequence_len} must be at least 1."
+        )
     random = numpy.random.default_rng(seed)
     windows: list[list[int]] = []
     long_documents: list[list[int]] = []
@@ -117,11 +122,15 @@ def _documents(source: str, split: str, text_field: str, seed: int) -> Iterator[
         for row in rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER):
             if text_field not in row:
                 raise ValueError(f"no column {text_field!r} (calibration_text_field) among {', '.join(row)}")
+            if not isinstance(row[text_field], str):
+                kind = type(row[text_field]).__name__
+                raise ValueError(f"column {text_field!r} (calibration_text_field) holds {kind}, not text")
             if row[text_field]:
                 yield row[text_field]
     except Exception as error:
+        reason = str(error) or type(error).__name__
         raise ValueError(
-            f"calibration_dataset {source} cannot be read: {error or type(error).__name__}. Name a readable local file "
+            f"calibration_dataset {source} cannot be read: {reason}. Name a readable local file "
             f"({', '.join(LOCAL_SUFFIXES)}) or a hub dataset, reuse norms with calibration_path, or use mask_score: "
             "magnitude, which needs no calibration."
         ) from error

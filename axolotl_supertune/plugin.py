@@ -1,20 +1,21 @@
 """The Axolotl plugin: thin hooks that calibrate, adapt the model, and guard against an adapter nobody trained."""
 
+import importlib
 import io
-import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from axolotl.integrations.base import AdapterCapabilities, BasePlugin
+from axolotl.integrations.base import AdapterCapabilities, BasePlugin, PluginManager
 from axolotl.loaders import load_tokenizer
 from axolotl.loaders.adapter import _get_peft_task_type, find_all_linear_names
 from axolotl.loaders.utils import load_model_config
 from axolotl.utils.logging import get_logger
 from axolotl.utils.schemas.config import AxolotlInputConfig
 from axolotl.utils.train import determine_last_checkpoint
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
@@ -22,14 +23,13 @@ from transformers import TrainerCallback
 from . import checks
 from .calibration import ActivationNorms, calibrate
 from .corpus import calibration_windows
+from .trained import check_not_the_start, check_resume, load_trained
 from .tuner import SupraConfig, budget_table, target_layers
 from .tuner.model import layer_budgets
 
 LOG = get_logger(__name__)
 
 NORMS_FILE = "activation_norms.safetensors"
-# What decides which weights an adapter trains; a run that goes on must agree with its checkpoint on all of it.
-_METHOD_FIELDS = ("r0", "sparse_density", "supra_lambda", "lora_alpha", "mask_score", "sparse_direction", "hybrid_beta")
 
 
 class SupertunePlugin(BasePlugin):
@@ -44,10 +44,14 @@ class SupertunePlugin(BasePlugin):
 
     def register(self, cfg: Any) -> None:
         """Check the raw YAML and fill in defaults; find the trained adapter for `axolotl inference`."""
-        checks.prepare(cfg, AxolotlInputConfig.model_fields)
+        checks.prepare(cfg, _known_keys())
         self._inference = bool(cfg.get("inference"))  # Axolotl's schema drops the key
-        if cfg.get("adapter") in checks.ADAPTERS and self._inference and not cfg.get("lora_model_dir"):
-            trained = Path(cfg.get("output_dir") or ".")
+        if cfg.get("adapter") not in checks.ADAPTERS:
+            return
+        trained = Path(cfg.get("output_dir") or ".")
+        if self._inference or cfg.get("merge_lora"):
+            check_not_the_start(cfg, trained)
+        if self._inference and not cfg.get("lora_model_dir"):
             if not (trained / "adapter_model.safetensors").is_file():
                 raise ValueError(
                     f"lora_model_dir is not set and {trained} (output_dir) holds no adapter: nothing trained is there "
@@ -67,7 +71,7 @@ class SupertunePlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         """Draw the calibration windows first: text that is missing or too short costs no model load."""
         self._windows = None
-        if cfg.adapter in checks.ADAPTERS and _is_new(cfg) and not cfg.calibration_path and _may_need_norms(cfg):
+        if cfg.adapter in checks.ADAPTERS and _is_new(cfg) and not cfg.calibration_path and checks.may_need_norms(cfg):
             length = cfg.calibration_sequence_len
             maximum = _max_positions(load_model_config(cfg))
             self._windows = calibration_windows(
@@ -89,26 +93,29 @@ class SupertunePlugin(BasePlugin):
         checks.check_one_process()
         if config_only:
             raise ValueError(f"rl: {cfg.rl} does not work with adapter: {cfg.adapter} yet.")
-        checkpoint = None if cfg.lora_model_dir else determine_last_checkpoint(cfg)
+        frozen = inference or self._inference or bool(cfg.merge_lora)
+        checkpoint = None if frozen else determine_last_checkpoint(cfg)
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
+        if checkpoint:
+            check_resume(cfg, checkpoint, asked=_config(model, cfg))
         if trained:
-            trainable = not (inference or self._inference or cfg.merge_lora)
-            model = _load_trained(model, cfg, trained, trainable, resumes=bool(checkpoint))
-        else:
+            model = load_trained(model, cfg, trained, asked=_config(model, cfg), trainable=not frozen)
+        else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
         LOG.info("\n%s%s", _table(model), _calibration_line(model, self._calibration_seconds))
         return model, model.peft_config["default"]
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
-        """Stop an evaluation of an adapter that was never trained."""
-        if cfg.adapter in checks.ADAPTERS and self._untrained:
-            return [_RefuseUntrained(cfg.output_dir)]
-        return []
+        """Stop an evaluation of an adapter that was never trained, and an optimizer that leaves parameters out."""
+        if cfg.adapter not in checks.ADAPTERS:
+            return []
+        return [_RequireAllTrained(), *([_RefuseUntrained(cfg.output_dir)] if self._untrained else [])]
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
-        config = checks.method_config(cfg, task_type=_get_peft_task_type(model), **_targets(model, cfg))
+        config = _config(model, cfg)
         layers = target_layers(model, config)
+        _check_all_matched(cfg, layers)
         if config.needs_norms and any(budget.sparse_count for budget in layer_budgets(model, config).values()):
             config.activation_norms = self._norms(model, cfg, list(layers))
         # Axolotl seeds nothing before the trainer exists; R must follow from the config's seed all the same.
@@ -145,6 +152,22 @@ class SupertunePlugin(BasePlugin):
         return norms
 
 
+class _RequireAllTrained(TrainerCallback):
+    """Raises at the first step unless the optimizer holds every trainable parameter: some take matrices only."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer, model = kwargs.get("optimizer"), kwargs.get("model")
+        if optimizer is None or model is None:
+            return
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                raise ValueError(
+                    f"optimizer: {type(optimizer).__name__} does not hold {name}, which would stay untrained; use "
+                    "another one, such as adamw_torch_fused."
+                )
+
+
 class _RefuseUntrained(TrainerCallback):
     """Raises at the first evaluated batch unless training began."""
 
@@ -167,12 +190,6 @@ def _is_new(cfg: Any) -> bool:
     return not (cfg.lora_model_dir or cfg.merge_lora or determine_last_checkpoint(cfg))
 
 
-def _may_need_norms(cfg: Any) -> bool:
-    """Whether any layer can get a sparse part that needs a score: all do but under a rank budget with λ = 1."""
-    config = checks.method_config(cfg)
-    return config.needs_norms and not (config.r0 is not None and config.supra_lambda == 1)
-
-
 def _targets(model: Any, cfg: Any) -> dict[str, Any]:
     """The keys that Axolotl reads for LoRA, read the same way."""
     modules = cfg.lora_target_modules or []
@@ -187,28 +204,26 @@ def _targets(model: Any, cfg: Any) -> dict[str, Any]:
     }
 
 
-def _load_trained(model: Any, cfg: Any, folder: str, trainable: bool, resumes: bool) -> Any:
-    key = "resume_from_checkpoint" if resumes else "lora_model_dir"
-    if not (Path(folder) / "adapter_config.json").is_file() and os.path.exists(folder):
-        raise ValueError(f"{key}: {folder} holds no adapter_config.json, so it is no adapter.")
-    saved = PeftConfig.from_pretrained(folder)
-    if not isinstance(saved, SupraConfig):
-        raise ValueError(f"{key}: {folder} holds a {saved.peft_type} adapter, not one of adapter: {cfg.adapter}.")
-    asked = checks.method_config(cfg)
-    differs = [
-        f"{field} {getattr(saved, field)} (the YAML says {getattr(asked, field)})"
-        for field in _METHOD_FIELDS
-        if getattr(saved, field) != getattr(asked, field)
-    ]
-    if differs and resumes:
-        raise ValueError(
-            f"{key}: the checkpoint {folder} was trained with {', '.join(differs)}. Set the YAML back to resume it, or "
-            "use another output_dir to start anew."
-        )
-    if differs:
-        LOG.warning("%s: the adapter in %s has its own settings and keeps them: %s.", key, folder, ", ".join(differs))
-    placement = {"max_memory": {"cpu": "256GiB"}, "device_map": {"": "cpu"}} if cfg.lora_on_cpu else {}
-    return PeftModel.from_pretrained(model, folder, is_trainable=trainable, **placement)
+def _config(model: Any, cfg: Any) -> SupraConfig:
+    return checks.method_config(cfg, task_type=_get_peft_task_type(model), **_targets(model, cfg))
+
+
+def _known_keys() -> set[str]:
+    """Axolotl's keys and those of every registered plugin."""
+    known = set(AxolotlInputConfig.model_fields)
+    for dotted in PluginManager.get_instance().get_input_args():
+        module, _, name = dotted.rpartition(".")
+        known |= set(getattr(importlib.import_module(module), name).model_fields)
+    return known
+
+
+def _check_all_matched(cfg: Any, layers: Iterable[str]) -> None:
+    """Refuse a misspelt name in a list of target modules: the others would train without it."""
+    asked = cfg.lora_target_modules if isinstance(cfg.lora_target_modules, list) else []
+    idle = [name for name in asked if not any(layer == name or layer.endswith(f".{name}") for layer in layers)]
+    if idle:
+        kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+        raise ValueError(f"lora_target_modules: {idle[0]} matches no layer that is adapted ({', '.join(kinds)} are).")
 
 
 def _max_positions(model_config: Any) -> int | None:

@@ -48,7 +48,14 @@ def wanda_score(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer"
         )
     norm = activation_norm.to(device=weight.device, dtype=torch.float32)
     _check_finite(norm, layer, "its activation norms", "calibrate again with a model and text that give finite values")
-    return magnitude_score(weight, layer=layer).mul_(norm)
+    score = magnitude_score(weight, layer=layer).mul_(norm)
+    _check_finite(score, layer, "its scores |W|·‖X‖", "the products overflow fp32: check the base model and the norms")
+    return score
+
+
+def check_weight(weight: Tensor, *, layer: str) -> None:
+    """Raise ValueError if a weight is NaN or infinite."""
+    _check_finite(weight.detach(), layer, "its weight", "repair or re-download the base model")
 
 
 def _check_finite(tensor: Tensor, layer: str, what: str, remedy: str) -> None:

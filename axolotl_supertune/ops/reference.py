@@ -178,7 +178,8 @@ def _parts(
 
 
 def _sum_sparse(weight: Tensor, sparse: Sequence[Sparse]) -> Tensor:
-    total = weight.detach().to(_wide(weight, *(part.values for part in sparse)), copy=True)
+    wide = _wide(weight, *(part.values for part in sparse))
+    total = weight.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
     flat = total.view(-1)
     for values, indices in sparse:
         flat[indices] += values.detach().to(total.dtype)

@@ -177,7 +177,7 @@ class SupraLayer(BaseTunerLayer):
         before = self._weight_before_merge
         assert before is not None, "a merged layer keeps its weight"
         weight = self.get_base_layer().weight
-        weight.data = before.to(weight.device)
+        weight.data = before.to(device=weight.device, dtype=weight.dtype)
         self._weight_before_merge = None
         self.merged_adapters.clear()
 
@@ -188,24 +188,20 @@ class SupraLayer(BaseTunerLayer):
         missing = [name for name in adapter_names if self.supra_unloaded.get(name)]
         if missing:
             raise RuntimeError(
-                f"{self.supra_layer}: adapter {missing[0]!r} is not loaded. Its config says support: saved, so load "
-                "its weights (PeftModel.from_pretrained), or make a new adapter with support='select'."
+                f"{self.supra_layer}: adapter {missing[0]!r} is not loaded: no checkpoint has brought its tensors. "
+                "Load it (PeftModel.from_pretrained), or make a new one, on real weights, with support='select'."
             )
 
-    def _tensor_names(self, adapter_name: str) -> list[str]:
-        """Names, below this layer, of all tensors that a checkpoint holds of an adapter."""
-        stores = (*self.adapter_layer_names, "supra_indices", "supra_shape")
-        return [f"{store}.{adapter_name}" for store in stores if adapter_name in getattr(self, store)]
-
-    def _check_checkpoint(self, state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
-        """The adapters that `state_dict` brings whole.
+    def check_checkpoint(self, state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
+        """The adapters that `state_dict` brings whole, of which the first copy is still to come.
 
         Raises:
-            ValueError: it brings a part of one, or one made for a layer of another shape.
+            ValueError: it brings a part of one, one made for a layer of another shape, or a support that is not a
+                strictly increasing set of indices inside the layer.
         """
         arriving = []
         for adapter in self.supra_shape:
-            names = self._tensor_names(adapter)
+            names = self.tensor_names(adapter)
             lost = [name for name in names if prefix + name not in state_dict]
             if len(lost) == len(names):
                 continue
@@ -220,26 +216,27 @@ class SupraLayer(BaseTunerLayer):
                     f"{self.supra_layer}: the adapter was made for a layer of shape {tuple(shape)}, this one is "
                     f"{(self.out_features, self.in_features)}: load it on the base model it was trained on."
                 )
+            if adapter in self.supra_indices:
+                self._check_support(state_dict[f"{prefix}supra_indices.{adapter}"])
             arriving.append(adapter)
         return arriving
 
-    def _accept(self, adapter_name: str) -> None:
-        """Take an adapter that a checkpoint has brought into use.
+    def tensor_names(self, adapter_name: str) -> list[str]:
+        """Names, below this layer, of all tensors that a checkpoint holds of an adapter."""
+        stores = (*self.adapter_layer_names, "supra_indices", "supra_shape")
+        return [f"{store}.{adapter_name}" for store in stores if adapter_name in getattr(self, store)]
 
-        Raises:
-            ValueError: its support is not a strictly increasing set of indices inside the layer.
-        """
-        if adapter_name in self.supra_indices:
-            indices = self.supra_indices[adapter_name]
-            size = self.out_features * self.in_features
-            ordered = bool((indices[1:] > indices[:-1]).all())
-            if indices.is_floating_point() or not ordered or int(indices[0]) < 0 or int(indices[-1]) >= size:
-                raise ValueError(
-                    f"{self.supra_layer}: the adapter's support is not a sorted set of indices below {size:,} "
-                    f"({indices.dtype}, from {indices.min().item()} to {indices.max().item()}): the checkpoint is "
-                    "damaged."
-                )
-        self.supra_unloaded.pop(adapter_name, None)
+    def _check_support(self, indices: Tensor) -> None:
+        if indices.is_meta or not indices.numel():
+            return
+        size = self.out_features * self.in_features
+        integers = not (indices.is_floating_point() or indices.is_complex())
+        ordered = integers and bool((indices[1:] > indices[:-1]).all())
+        if not ordered or int(indices[0]) < 0 or int(indices[-1]) >= size:
+            raise ValueError(
+                f"{self.supra_layer}: the adapter's support is not a sorted set of indices below {size:,} "
+                f"({indices.dtype}, from {indices.min().item()} to {indices.max().item()}): the checkpoint is damaged."
+            )
 
 
 class SupraLinear(nn.Module, SupraLayer):
@@ -271,7 +268,7 @@ class SupraLinear(nn.Module, SupraLayer):
         return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        self._arriving = self._check_checkpoint(state_dict, prefix)
+        self._arriving = self.check_checkpoint(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -279,7 +276,7 @@ class SupraLinear(nn.Module, SupraLayer):
 
 
 def _accept_adapters(module: SupraLinear, incompatible_keys: Any) -> None:
-    """After the tensors are in: check what came."""
+    """After the tensors are in: what came whole may be used."""
     for adapter in module._arriving:
-        module._accept(adapter)
+        module.supra_unloaded.pop(adapter, None)
     module._arriving = []

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from peft.tuners.tuners_utils import (
     BaseTuner,
     BaseTunerLayer,
@@ -14,7 +15,7 @@ from peft.tuners.tuners_utils import (
 from torch import Tensor, nn
 
 from ..budget import LayerBudget, layer_budget
-from ..scores import magnitude_score, wanda_score
+from ..scores import check_weight, magnitude_score, wanda_score
 from ..support import random_support, select_support
 from .config import SupraConfig
 from .layer import SupraLayer, SupraLinear
@@ -59,6 +60,24 @@ class SupraModel(BaseTuner):
             norms.check_model(model)
             peft_config.calibration = dict(norms.provenance)
         self._supports = {name: _support(layers[name].weight, budgets[name], peft_config, name) for name in budgets}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Check all that a checkpoint brings before the first tensor is copied: no error leaves a half-loaded model."""
+        known = set()
+        for name, module in self.named_modules():
+            if isinstance(module, SupraLayer):
+                module.check_checkpoint(state_dict, f"{prefix}{name}.")
+                known |= {
+                    f"{prefix}{name}.{tensor}" for each in module.supra_shape for tensor in module.tensor_names(each)
+                }
+        for key in state_dict:
+            layer, mark, rest = key.removeprefix(prefix).partition(f".{self.prefix}")
+            if mark and key not in known and rest.partition(".")[2] in self.peft_config:
+                raise ValueError(
+                    f"{layer.removeprefix('model.')}: the checkpoint adapts this layer and the model does not: load it "
+                    "on the base model, with the target modules, that it was trained on."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _create_and_replace(
         self,
@@ -146,7 +165,22 @@ def _matching_layers(model: nn.Module, config: SupraConfig) -> dict[str, nn.Line
         if name and check_target_module_exists(matching, name):
             _check_supported(module, name)
             layers[name] = module
+    _check_unshared(model, layers)
     return layers
+
+
+def _check_unshared(model: nn.Module, layers: dict[str, nn.Linear]) -> None:
+    """Refuse a weight that another module uses too: adapted here and plain there, it could not be merged."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.removesuffix(".weight").removesuffix(".base_layer"))
+    for name, layer in layers.items():
+        shared = [other for other in names.get(id(layer.weight), []) if other != name]
+        if shared:
+            raise ValueError(
+                f"{name}: its weight is also that of {shared[0]} (tied or shared), and adapting one would change the "
+                "other at a merge; leave it out of the target modules."
+            )
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -174,9 +208,13 @@ def _budget(base: Any, config: SupraConfig, name: str) -> LayerBudget:
 
 def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str) -> Tensor | None:
     """The support of one layer, or None where a checkpoint is to bring it."""
-    if config.support == "saved" or weight.is_meta or not budget.sparse_count:
+    if config.support == "saved" or weight.is_meta:
+        return None
+    if not budget.sparse_count:
+        check_weight(weight, layer=name)
         return None
     if config.sparse_direction == "random":
+        check_weight(weight, layer=name)
         return random_support(weight.numel(), budget.sparse_count, seed=config.support_seed, layer=name)
     norms = config.loaded_norms() if config.needs_norms else None
     score = magnitude_score(weight, layer=name) if norms is None else wanda_score(weight, norms[name], layer=name)
@@ -184,22 +222,34 @@ def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str
     return select_support(score, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
 
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def _check_supported(module: nn.Module, name: str) -> None:
+    """Refuse, by name and reason, what SupraLinear would compute otherwise than the layer itself does."""
     base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    kind = type(base).__name__
     if isinstance(module, BaseTunerLayer) and not isinstance(module, SupraLayer):
         raise TypeError(
             f"{name}: already adapted by {type(module).__name__}; SUPRA shares a layer with no other method."
         )
-    quantized = (
-        type(base).__module__.startswith("bitsandbytes")
-        or not getattr(getattr(base, "weight", None), "is_floating_point", lambda: False)()
-    )
-    if isinstance(base, nn.Linear) and quantized:
-        raise TypeError(
-            f"{name}: the layer is quantized ({type(base).__name__}, weight {base.weight.dtype}); SUPRA does not adapt "
-            "quantized bases yet: load the model in bf16, fp16 or fp32."
-        )
     if not isinstance(base, nn.Linear):
+        raise TypeError(f"{name}: SUPRA adapts torch.nn.Linear, not {kind}; take it out of target_modules.")
+    if type(base).__module__.startswith("bitsandbytes") or base.weight.dtype not in _DTYPES:
         raise TypeError(
-            f"{name}: SUPRA adapts torch.nn.Linear, not {type(base).__name__}; take it out of target_modules."
+            f"{name}: the layer is quantized ({kind}, weight {base.weight.dtype}); SUPRA does not adapt quantized "
+            "bases yet: load the model in bf16, fp16 or fp32."
         )
+    reason = None
+    if isinstance(base, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        reason = "its module reads the weight and never calls the layer (nn.MultiheadAttention)"
+    elif type(base).forward is not nn.Linear.forward:
+        reason = f"{kind} computes something else than nn.Linear"
+    elif "forward" in vars(base):
+        reason = "its forward was replaced, as accelerate does for a model spread over devices or offloaded"
+    elif hasattr(base, "parametrizations"):
+        reason = "its weight is parametrized"
+    elif base._forward_hooks or base._forward_pre_hooks:
+        reason = "it has forward hooks, which an adapter would pass by; register them after the adapter is made"
+    if reason:
+        raise TypeError(f"{name}: {reason}; take it out of target_modules.")

@@ -220,7 +220,7 @@ def test_provenance_records_model_counts_and_what_is_given(llama, ids):
 
 @pytest.mark.parametrize("batches", [[], iter(())], ids=["list", "iterator"])
 def test_no_batch_is_refused(llama, batches):
-    with pytest.raises(ValueError, match="no calibration batch was given"):
+    with pytest.raises(ValueError, match="no calibration token was given"):
         run(llama, batches)
 
 

@@ -4,8 +4,16 @@ import gzip
 import json
 
 import pytest
+from pydantic import BaseModel
 
-from axolotl_supertune.checks import OWN_KEYS, prepare
+from axolotl_supertune.checks import OWN_KEYS, SHARED_KEYS, method_config, prepare
+
+
+class OtherArgs(BaseModel):
+    """Another plugin's keys."""
+
+    sparse_attn_block: int | None = None
+
 
 KNOWN = {"adapter", "base_model", "output_dir", "seed", "lora_r", "lora_alpha", "lora_dropout", "learning_rate"}
 
@@ -26,6 +34,18 @@ def no_model_loads(monkeypatch):
         ({"Mask_Score": "wanda"}, r"did you mean mask_score\?"),
         ({"sparse_dir": "top"}, r"sparse_dir: top is not a key"),
         ({"calibration_samplse": 3}, r"did you mean calibration_samples\?"),
+        ({"r0": 2}, r"r0: 2 is not a key; did you mean lora_r\?"),
+        ({"density": 0.1}, r"did you mean sparse_density\?"),
+        ({"direction": "top"}, r"did you mean sparse_direction\?"),
+        ({"optimizer": "muon"}, r"optimizer: muon updates matrices only"),
+        ({"peft_autocast_adapter_dtype": False}, r"peft_autocast_adapter_dtype: False"),
+        ({"reward_model": True}, r"reward_model: True"),
+        ({"supra_lambda": 1, "sparse_lr": 0.1}, r"sparse_lr: 0\.1 has no effect with supra_lambda: 1"),
+        (
+            {"sparse_lr": 0.1, "lr_groups": [{"name": "supra_values", "modules": ["x"], "lr": 1}]},
+            r"lr_groups: the name",
+        ),
+        ({"supra_lambda": 1, "calibration_path": "x"}, r"calibration_path: x has no effect"),
         ({"supra_lambda": 1.5}, r"supra_lambda=1\.5 is not in \[0, 1\]"),
         ({"supra_lambda": -0.1}, r"supra_lambda=-0\.1"),
         ({"supra_lambda": "much"}, r"supra_lambda: much is not a number"),
@@ -142,10 +162,59 @@ def test_preparing_twice_changes_nothing(adapter):
     assert cfg["lr_groups"] == [{"name": "supra_values", "modules": ["supra_values"], "lr": 0.01}]
 
 
-def test_super_is_lambda_0():
-    cfg = {"adapter": "super"}
+@pytest.mark.parametrize("written", [None, 0, 0.0, "0"])
+def test_super_is_lambda_0(written):
+    cfg = {"adapter": "super", "supra_lambda": written}
     prepare(cfg, KNOWN)
     assert cfg["supra_lambda"] == 0
+
+
+def test_numbers_may_be_written_as_strings():
+    cfg = {"adapter": "supra", "lora_r": "4", "supra_lambda": "0.5", "seed": "7"}
+    prepare(cfg, KNOWN)
+    assert (method_config(cfg).r0, method_config(cfg).supra_lambda, cfg["support_seed"]) == (4, 0.5, 7)
+
+
+def test_lambda_1_needs_no_calibration_text():
+    prepare({"adapter": "supra", "supra_lambda": 1, "calibration_dataset": "nowhere.jsonl"}, KNOWN)
+
+
+def test_sparse_lr_comes_before_the_users_groups():
+    cfg = {"adapter": "supra", "sparse_lr": 0.1, "lr_groups": [{"name": "q", "modules": ["q_proj"], "lr": 1e-5}]}
+    prepare(cfg, KNOWN)
+    assert [group["name"] for group in cfg["lr_groups"]] == ["supra_values", "q"]
+
+
+def test_data_sets_may_be_plain_names():
+    prepare({"adapter": "supra", "supra_lambda": 1, "datasets": ["a.jsonl"]}, KNOWN)
+
+
+def test_every_shared_key_reaches_the_config(settings, load):
+    values = {
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.1,
+        "lora_target_modules": ["q_proj", "k_proj"],
+        "lora_exclude_modules": ["k_proj"],
+        "peft_layers_to_transform": [0],
+        "peft_layers_pattern": ["layers"],
+        "lora_modules_to_save": ["embed_tokens"],
+        "lora_model_dir": "somewhere",
+        "lora_target_linear": True,
+    }
+    cfg = load(settings(**values))
+    assert {key: cfg[key] for key in values} == values
+    assert set(values) == set(SHARED_KEYS)
+
+
+def test_another_plugins_keys_are_its_own(settings, load, monkeypatch):
+    from axolotl.integrations.base import PluginManager
+
+    monkeypatch.setattr(
+        PluginManager, "get_input_args", lambda self: ["axolotl_supertune.args.SupertuneArgs", f"{__name__}.OtherArgs"]
+    )
+    cfg = load(settings(sparse_attn_block=3))
+    assert cfg.sparse_attn_block == 3
 
 
 def test_another_adapters_config_is_left_alone():

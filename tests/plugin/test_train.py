@@ -112,8 +112,92 @@ def test_a_resumed_run_must_keep_its_method(settings, train):
     mapping = settings()
     train(mapping)
     checkpoint = str(Path(mapping["output_dir"]) / "checkpoint-4")
-    with pytest.raises(ValueError, match=r"resume_from_checkpoint.*supra_lambda 0\.8 \(the YAML says 0\.3\)"):
-        train({**mapping, "supra_lambda": 0.3, "resume_from_checkpoint": checkpoint})
+    for changes, message in [
+        ({"supra_lambda": 0.3}, r"supra_lambda 0\.8 \(the YAML says 0\.3\)"),
+        (
+            {"lora_target_modules": ["q_proj"], "lora_target_linear": False},
+            r"target_modules .*the YAML says \{'q_proj'\}",
+        ),
+        ({"lora_dropout": 0.5}, r"lora_dropout 0\.05 \(the YAML says 0\.5\)"),
+        ({"lora_modules_to_save": ["embed_tokens"]}, r"modules_to_save None"),
+    ]:
+        with pytest.raises(ValueError, match=f"resume_from_checkpoint.*{message}"):
+            train({**mapping, **changes, "resume_from_checkpoint": checkpoint})
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_model.safetensors", None),
+        ("adapter_model.safetensors", b"short"),
+        ("adapter_config.json", None),
+        ("adapter_config.json", b""),
+        ("trainer_state.json", None),
+    ],
+)
+def test_a_half_written_checkpoint_is_named(settings, train, name, content):
+    mapping = settings(max_steps=2, save_steps=2, eval_steps=None)
+    train(mapping)
+    part = Path(mapping["output_dir"]) / "checkpoint-2" / name
+    part.unlink()
+    if content is not None:
+        part.write_bytes(content)
+    with pytest.raises(ValueError, match=r"checkpoint-2.*(incomplete|damaged)"):
+        train({**mapping, "max_steps": 4, "auto_resume_from_checkpoints": True})
+
+
+def test_an_excluded_module_is_not_adapted(settings, train):
+    trainer = train(settings(lora_exclude_modules=["q_proj"], max_steps=1, eval_steps=None))
+    adapted = {name.split(".supra_")[0].rpartition(".")[2] for name in trainer.model.state_dict() if ".supra_" in name}
+    assert adapted == {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_misspelt_target_module_is_refused(settings, train):
+    with pytest.raises(ValueError, match=r"lora_target_modules: v_porj matches no layer"):
+        train(settings(lora_target_modules=["q_proj", "v_porj"]))
+
+
+def test_an_optimizer_that_leaves_parameters_out_is_refused(settings, train, monkeypatch):
+    from axolotl.core.trainers.base import AxolotlTrainer
+
+    original = AxolotlTrainer.create_optimizer
+
+    def without_vectors(self, *args, **kwargs):
+        optimizer = original(self, *args, **kwargs)
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter.dim() == 2]
+        return optimizer
+
+    monkeypatch.setattr(AxolotlTrainer, "create_optimizer", without_vectors)
+    with pytest.raises(ValueError, match=r"optimizer: .* does not hold .*supra_values"):
+        train(settings())
+
+
+def test_merging_the_start_of_a_finished_run_is_refused(settings, train, write, tmp_path):
+    from axolotl.cli.merge_lora import do_cli
+
+    first = settings(max_steps=2, eval_steps=None)
+    train(first)
+    second = {**first, "output_dir": str(tmp_path / "second"), "lora_model_dir": first["output_dir"]}
+    train(second)
+    with pytest.raises(ValueError, match=r"lora_model_dir: .* started from.*--lora-model-dir=\S+second"):
+        do_cli(config=write(second))
+    do_cli(config=write(second), lora_model_dir=second["output_dir"])
+    assert (tmp_path / "second" / "merged" / "model.safetensors").is_file()
+
+
+def test_an_adapter_of_a_larger_base_is_refused(settings, train, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    mapping = settings(max_steps=2, eval_steps=None)
+    train(mapping)
+    smaller = tmp_path / "smaller"
+    config = AutoModelForCausalLM.from_pretrained(mapping["base_model"]).config
+    config.num_hidden_layers = 1
+    LlamaForCausalLM(config).save_pretrained(smaller)
+    AutoTokenizer.from_pretrained(mapping["base_model"]).save_pretrained(smaller)
+    with pytest.raises(ValueError, match=r"layers\.1\.\S+: the checkpoint adapts this layer and the model does not"):
+        train({**mapping, "base_model": str(smaller), "lora_model_dir": mapping["output_dir"]})
 
 
 @pytest.mark.parametrize(("changes", "tolerance"), [({"adapter": "super"}, 0.0), ({"supra_lambda": 0.5}, 1e-5)])

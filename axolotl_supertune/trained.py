@@ -1,0 +1,103 @@
+"""Adapters that exist already: which one a command means, whether it is whole, whether the YAML agrees with it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from axolotl.utils.logging import get_logger
+from peft import PeftConfig, PeftModel
+
+from .tuner import SupraConfig
+
+LOG = get_logger(__name__)
+
+# What decides which weights an adapter trains and how; a run that goes on must agree with its checkpoint on all of it.
+RUN_FIELDS = (
+    "r0",
+    "sparse_density",
+    "supra_lambda",
+    "lora_alpha",
+    "lora_dropout",
+    "mask_score",
+    "sparse_direction",
+    "hybrid_beta",
+    "support_seed",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+)
+CHECKPOINT_FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer_state.json")
+
+
+def check_not_the_start(cfg: Any, output_dir: Path) -> None:
+    """Refuse to merge, or talk to, the adapter that a finished run started from."""
+    start = cfg.get("lora_model_dir")
+    if not start or not (output_dir / "adapter_model.safetensors").is_file():
+        return
+    if output_dir.resolve() not in (Path(start).resolve(), *Path(start).resolve().parents):
+        raise ValueError(
+            f"lora_model_dir: {start} is the adapter that this run started from; the trained one is in output_dir. "
+            f"Pass --lora-model-dir={output_dir}, or name another output_dir to use the start."
+        )
+
+
+def _read_config(folder: str, key: str, adapter: str) -> SupraConfig:
+    if os.path.exists(folder) and not (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(f"{key}: {folder} holds no adapter_config.json, so it is no adapter.")
+    try:
+        saved = PeftConfig.from_pretrained(folder)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{key}: {folder}/adapter_config.json is damaged ({error!r}).") from error
+    if not isinstance(saved, SupraConfig):
+        raise ValueError(f"{key}: {folder} holds a {saved.peft_type} adapter, not one of adapter: {adapter}.")
+    return saved
+
+
+def _differences(saved: SupraConfig, asked: SupraConfig, other: str) -> str:
+    seeded = asked.sparse_direction == "random"
+    return ", ".join(
+        f"{name} {getattr(saved, name)} ({other} {getattr(asked, name)})"
+        for name in RUN_FIELDS
+        if getattr(saved, name) != getattr(asked, name) and (name != "support_seed" or seeded)
+    )
+
+
+def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig) -> None:
+    """Refuse a checkpoint that is incomplete, or whose run was another one than the YAML describes."""
+    folder = Path(checkpoint)
+    missing = [name for name in CHECKPOINT_FILES if not (folder / name).is_file()]
+    if not missing:
+        try:
+            safetensors.safe_open(os.fspath(folder / "adapter_model.safetensors"), framework="pt").keys()
+        except safetensors.SafetensorError as error:
+            missing = [f"readable adapter_model.safetensors ({error})"]
+    if missing:
+        raise ValueError(
+            f"resume_from_checkpoint: {checkpoint} is incomplete, it has no {missing[0]}; the run probably stopped "
+            "while writing it. Delete it to resume from the one before."
+        )
+    saved = _read_config(checkpoint, "resume_from_checkpoint", cfg.adapter)
+    differs = _differences(saved, asked, "the YAML says")
+    if not differs and cfg.lora_model_dir:
+        start = _read_config(cfg.lora_model_dir, "lora_model_dir", cfg.adapter)
+        differs = _differences(saved, start, f"lora_model_dir {cfg.lora_model_dir} has")
+    if differs:
+        raise ValueError(
+            f"resume_from_checkpoint: the checkpoint {checkpoint} was trained with {differs}. Set it back to resume, "
+            "or use another output_dir to start anew."
+        )
+
+
+def load_trained(model: Any, cfg: Any, folder: str, asked: SupraConfig, trainable: bool) -> Any:
+    saved = _read_config(folder, "lora_model_dir", cfg.adapter)
+    differs = _differences(saved, asked, "the YAML says")
+    if differs:
+        LOG.warning("The adapter in %s has its own settings and keeps them: %s.", folder, differs)
+    if Path(folder).resolve() != Path(cfg.output_dir).resolve():
+        LOG.info("Loading the adapter in %s, not one in output_dir (%s).", folder, cfg.output_dir)
+    placement = {"max_memory": {"cpu": "256GiB"}, "device_map": {"": "cpu"}} if cfg.lora_on_cpu else {}
+    return PeftModel.from_pretrained(model, folder, is_trainable=trainable, **placement)
