@@ -13,10 +13,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{}\n\n### Response:\n"
-)
+from axolotl_supertune.prompt import alpaca_prompt
 
 
 def main() -> None:
@@ -31,7 +28,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "adapter/merged").eval()
     make = runpy.run_path(str(pathlib.Path(__file__).with_name("make_word_problems.py")))["records"]
     for record in make(seed=1, count=3):  # another seed than the training data's
-        inputs = tokenizer(PROMPT.format(record["instruction"]), return_tensors="pt")
+        inputs = tokenizer(alpaca_prompt(record["instruction"]), return_tensors="pt")
         with torch.no_grad():
             output = model.generate(**inputs, max_new_tokens=80, do_sample=False)
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer, LlamaConfig
 
+from axolotl_supertune.prompt import alpaca_prompt
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA = {
     "meta-llama/Meta-Llama-3-8B": LlamaConfig(
@@ -20,10 +22,6 @@ LLAMA = {
 }
 YAMLS = sorted(EXAMPLES.glob("*.yml"))
 PAPER = [path for path in YAMLS if path.name.startswith("llama3")]
-ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{}\n\n### Response:\n"
-)
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def test_the_llama_examples_prompt_with_the_alpaca_template(path, base, settings
     tokenizer = AutoTokenizer.from_pretrained(base)
     text = tokenizer.decode(record["input_ids"], skip_special_tokens=True)
     number = text[-1]
-    assert text == ALPACA.format(f"How many? {number}") + f"#### {number}"
+    assert text == alpaca_prompt(f"How many? {number}") + f"#### {number}"
     learned = [token for token in record["labels"] if token != -100]
     assert tokenizer.decode(learned) == f"#### {number}</s>"
 

@@ -1,0 +1,81 @@
+"""From benchmark records to the harness and back: documents, prompts, extracted answers, metrics."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from ..prompt import alpaca_prompt
+from .benchmarks import BENCHMARKS, load_benchmark
+from .contamination import clean_indices, load_report
+from .extraction import is_correct_number, published_letter, published_number, strict_letter, strict_number
+
+
+def load(
+    benchmark: str, supertune_data_dir: str | None = None, supertune_contamination: str | None = None, **_: Any
+) -> dict[str, Dataset]:
+    """The documents of one benchmark.
+
+    Args:
+        benchmark: its name, from the task's YAML.
+        supertune_data_dir: folder of the six files, from `--metadata`.
+        supertune_contamination: path of a contamination report, from `--metadata`; its untouched items get `clean` 1.
+
+    Returns:
+        {"test": documents with instruction, answer, kind, and clean (1, 0, or -1 without a report)}.
+    """
+    records = load_benchmark(benchmark, data_dir=supertune_data_dir)
+    clean = None
+    if supertune_contamination:
+        clean = set(clean_indices(load_report(supertune_contamination), benchmark))
+    kind = BENCHMARKS[benchmark].kind
+    rows = [
+        {
+            "instruction": record["instruction"],
+            "answer": str(record["answer"]),
+            "kind": kind,
+            "clean": -1 if clean is None else int(index in clean),
+        }
+        for index, record in enumerate(records)
+    ]
+    return {"test": Dataset.from_list(rows)}
+
+
+def prompt(doc: dict[str, Any]) -> str:
+    """The Alpaca prompt of one document."""
+    return alpaca_prompt(doc["instruction"])
+
+
+def extract(resps: Sequence[Sequence[str]], docs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """A filter: each response → the answers that the two rules read from it, so that logged samples show them."""
+    return [[answers(text, doc["kind"]) for text in texts] for texts, doc in zip(resps, docs, strict=True)]
+
+
+def answers(text: str, kind: str) -> dict[str, Any]:
+    """What the published and the strict rule read from one response."""
+    if kind == "letter":
+        return {"published": published_letter(text), "strict": strict_letter(text)}
+    return {"published": published_number(text), "strict": strict_number(text)}
+
+
+def score(doc: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of one document: `acc` by the published rule, `acc_strict`, and both again if the item is clean."""
+    read = results[0]
+    correct = {rule: float(_is_correct(read[rule], doc)) for rule in ("published", "strict")}
+    metrics = {"acc": correct["published"], "acc_strict": correct["strict"]}
+    if doc["clean"] >= 0:
+        metrics["n_clean"] = float(doc["clean"])
+    if doc["clean"] == 1:
+        metrics |= {"acc_clean": correct["published"], "acc_strict_clean": correct["strict"]}
+    return metrics
+
+
+def total(items: Sequence[float]) -> float:
+    """Aggregation of `n_clean`: how many items were clean."""
+    return sum(items)
+
+
+def _is_correct(answer: Any, doc: dict[str, Any]) -> bool:
+    if doc["kind"] == "letter":
+        return answer == doc["answer"].strip()
+    return is_correct_number(answer, float(doc["answer"]))

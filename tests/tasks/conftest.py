@@ -1,0 +1,53 @@
+"""Where the benchmark files are, and a tiny Llama with a byte-level tokenizer for the harness."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+DATA = Path(os.environ.get("SUPERTUNE_DATA_DIR") or Path(__file__).parents[2].parent / "shared/data/benchmarks")
+
+
+@pytest.fixture(autouse=True)
+def data_dir(monkeypatch):
+    """The folder of the six files, also told to the package."""
+    assert DATA.is_dir(), f"the benchmark files are not in {DATA}; name their folder: SUPERTUNE_DATA_DIR"
+    monkeypatch.setenv("SUPERTUNE_DATA_DIR", str(DATA))
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory):
+    """A folder with a random Llama and a tokenizer."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = tmp_path_factory.mktemp("base")
+    trained = ByteLevelBPETokenizer()
+    text = ["Below is an instruction that describes a task. Answer with numbers 0 1 2 3 4 5 6 7 8 9."]
+    trained.train_from_iterator(text, vocab_size=300, special_tokens=["<pad>", "<s>", "</s>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=300, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0, **shape
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tiny_base, tmp_path_factory):
+    """A folder with a Supra adapter of `tiny_base` that changes its logits."""
+    from peft import get_peft_model
+
+    from axolotl_supertune import SupraConfig
+
+    folder = tmp_path_factory.mktemp("adapter")
+    model = LlamaForCausalLM.from_pretrained(tiny_base)
+    config = SupraConfig(r0=2, mask_score="magnitude", init_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(folder)
+    return folder
