@@ -124,6 +124,7 @@ def calibrate(
     *,
     layers: Sequence[str] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    total_tokens: int | None = None,
     progress: bool = True,
 ) -> ActivationNorms:
     """Run the frozen model over `batches` once and return ‖X_j‖₂ of every layer's input.
@@ -137,6 +138,7 @@ def calibrate(
             Batches are moved to the model's device.
         layers: names of the layers to observe; default all `nn.Linear` but the output embedding.
         provenance: what to record beside the norms (dataset, seed, …); model name, samples and tokens are added.
+        total_tokens: how many tokens the batches hold, if known, for the bar.
         progress: show a bar with tokens per second.
 
     Raises:
@@ -162,9 +164,8 @@ def calibrate(
             _eval_mode(model),
             torch.inference_mode(False),
             torch.no_grad(),
-            tqdm(unit="tok", unit_scale=True, disable=not progress) as bar,
+            tqdm(desc="Calibrating", total=total_tokens, unit="tok", unit_scale=True, disable=not progress) as bar,
         ):
-            bar.set_description("Calibrating")
             for batch in batches:
                 inputs = _to_device(batch, device)
                 sums.start(inputs)

@@ -5,6 +5,7 @@ Works on the raw YAML mapping, before Axolotl's own validation, and is idempoten
 
 import difflib
 import os
+import sys
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
@@ -116,6 +117,7 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
         FileNotFoundError: a file that a key names is not there.
     """
     _check_names(cfg, set(known_keys))
+    _check_command_line(cfg, sys.argv[1:])
     adapter = cfg.get("adapter")
     if adapter not in ADAPTERS:
         ours = [key for key in OWN_KEYS if cfg.get(key) is not None]
@@ -179,6 +181,27 @@ def _check_names(cfg: Config, known: set[str]) -> None:
             raise ValueError(f"{key}: {cfg[key]} is not a key; did you mean {near[0]}?")
         if str(key).startswith(("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_")):
             raise ValueError(f"{key}: {cfg[key]} is not a key; the plugin's keys are {', '.join(OWN_KEYS)}.")
+
+
+def _check_command_line(cfg: Config, arguments: Iterable[str]) -> None:
+    """Refuse a key of ours on the command line that did not arrive: `axolotl train` drops options it does not know."""
+    words = list(arguments)
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and key in OWN_KEYS:
+            value = value if equals else following
+            arrived = cfg.get(key)
+            try:
+                same = float(arrived) == float(value)  # type: ignore[arg-type]
+            except (TypeError, ValueError):
+                same = str(arrived) == value
+            if not same:
+                raise ValueError(
+                    f"{name} {value} on the command line did not reach the config ({key}: {arrived}): Axolotl drops "
+                    f"plugin keys there. Write it in the YAML, or run accelerate launch -m axolotl.cli.train … "
+                    f"--{key}={value}."
+                )
 
 
 def _check_modes(cfg: Config) -> None:

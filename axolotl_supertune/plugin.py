@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import TrainerCallback
 from . import checks
 from .calibration import ActivationNorms, calibrate
 from .corpus import calibration_windows
-from .trained import check_not_the_start, check_resume, load_trained
+from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
 from .tuner import SupraConfig, budget_table, target_layers
 from .tuner.model import layer_budgets
 
@@ -38,7 +39,7 @@ class SupertunePlugin(BasePlugin):
     def __init__(self) -> None:
         super().__init__()
         self._windows: torch.Tensor | None = None
-        self._calibration_seconds: float | None = None
+        self._calibrated: str | None = None
         self._untrained = False
         self._inference = False
 
@@ -52,10 +53,10 @@ class SupertunePlugin(BasePlugin):
         if self._inference or cfg.get("merge_lora"):
             check_not_the_start(cfg, trained)
         if self._inference and not cfg.get("lora_model_dir"):
-            if not (trained / "adapter_model.safetensors").is_file():
+            if not holds_adapter(trained):
                 raise ValueError(
                     f"lora_model_dir is not set and {trained} (output_dir) holds no adapter: nothing trained is there "
-                    "to talk to. Train first, or pass --lora-model-dir."
+                    f"to talk to. {what_to_name(trained)}"
                 )
             cfg["lora_model_dir"] = str(trained)
             LOG.warning("lora_model_dir is not set: using the adapter in output_dir, %s.", trained)
@@ -71,7 +72,12 @@ class SupertunePlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         """Draw the calibration windows first: text that is missing or too short costs no model load."""
         self._windows = None
-        if cfg.adapter in checks.ADAPTERS and _is_new(cfg) and not cfg.calibration_path and checks.may_need_norms(cfg):
+        self._calibrated = None
+        if cfg.adapter not in checks.ADAPTERS or not _is_new(cfg):
+            return
+        if _is_evaluation():
+            raise ValueError(untrained(cfg.output_dir))
+        if not cfg.calibration_path and checks.may_need_norms(cfg):
             length = cfg.calibration_sequence_len
             maximum = _max_positions(load_model_config(cfg))
             self._windows = calibration_windows(
@@ -103,7 +109,7 @@ class SupertunePlugin(BasePlugin):
             model = load_trained(model, cfg, trained, asked=_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
-        LOG.info("\n%s%s", _table(model), _calibration_line(model, self._calibration_seconds))
+        LOG.info("\n%s%s", _table(model), _calibration_line(model, self._calibrated or "as the adapter was made"))
         return model, model.peft_config["default"]
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
@@ -127,7 +133,7 @@ class SupertunePlugin(BasePlugin):
         if cfg.calibration_path:
             norms = ActivationNorms.load(cfg.calibration_path)
             norms.check_model(model, f"calibration_path: the norms in {cfg.calibration_path}")
-            LOG.info("Activation norms: %s, %s.", cfg.calibration_path, norms.provenance)
+            self._calibrated = f"read from {cfg.calibration_path}"
             return norms
         windows = self._windows
         if windows is None:
@@ -144,8 +150,9 @@ class SupertunePlugin(BasePlugin):
             "sequence_len": windows.shape[1],
         }
         start = time.perf_counter()
-        norms = calibrate(model, windows.split(cfg.calibration_batch_size), layers=layers, provenance=provenance)
-        self._calibration_seconds = time.perf_counter() - start
+        batches = windows.split(cfg.calibration_batch_size)
+        norms = calibrate(model, batches, layers=layers, provenance=provenance, total_tokens=windows.numel())
+        self._calibrated = f"{time.perf_counter() - start:.1f} s"
         path = Path(cfg.output_dir) / NORMS_FILE
         norms.save(path)
         LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
@@ -180,10 +187,17 @@ class _RefuseUntrained(TrainerCallback):
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         if not self._training:
-            raise ValueError(
-                "this would evaluate a new, untrained adapter, which is the base model. Name a trained one: "
-                f"--lora-model-dir={self._output_dir} (lora_model_dir in the YAML)."
-            )
+            raise ValueError(untrained(self._output_dir))
+
+
+def _is_evaluation() -> bool:
+    """Whether `axolotl evaluate` is what runs: its config says nothing of it, so the callers are asked."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "evaluate" and frame.f_globals.get("__name__") == "axolotl.evaluate":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_new(cfg: Any) -> bool:
@@ -235,42 +249,46 @@ def _table(model: Any) -> str:
     """The table of what is trained, as plain text."""
     rows = budget_table(model)
     config = model.peft_config["default"]
-    title = f"SUPRA adapter: λ = {config.supra_lambda}, {config.mask_score}-{config.sparse_direction}, " + (
-        f"r0 = {config.r0}" if config.r0 is not None else f"density {config.sparse_density}"
-    )
+    method = "Super" if config.supra_lambda == 0 else f"Supra, λ = {config.supra_lambda}"
+    budget = f"r0 = {config.r0}" if config.r0 is not None else f"density {config.sparse_density}"
+    title = f"{method}: {config.mask_score}-{config.sparse_direction}, {budget}"
     table = Table(title=title, title_justify="left")
-    for name in ("layers", "shape", "rank", "sparse entries", "density", "parameters"):
+    for name in (
+        "layers",
+        "shape",
+        "rank",
+        "density",
+        "sparse entries, each",
+        "sparse entries, all",
+        "parameters, all",
+    ):
         table.add_column(name, justify="left" if name in ("layers", "shape") else "right")
+    sparse = size = 0
     for row in rows:
-        budget = row.budget
+        each = row.budget
+        sparse += row.layers * each.sparse_count
+        size += row.layers * each.out_features * each.in_features
         table.add_row(
             f"{row.layers} × {row.kind}",
-            f"{budget.out_features} × {budget.in_features}",
-            str(budget.rank),
-            f"{budget.sparse_count:,}",
-            f"{float(budget.density):.4%}",
+            f"{each.out_features} × {each.in_features}",
+            str(each.rank),
+            f"{float(each.density):.4%}",
+            f"{each.sparse_count:,}",
+            f"{row.layers * each.sparse_count:,}",
             f"{row.total:,}",
         )
     table.add_section()
-    table.add_row(
-        "total",
-        "",
-        "",
-        f"{sum(r.layers * r.budget.sparse_count for r in rows):,}",
-        "",
-        f"{sum(r.total for r in rows):,}",
-    )
-    console = Console(file=io.StringIO(), width=110, color_system=None)
+    table.add_row("total", "", "", f"{sparse / size:.4%}", "", f"{sparse:,}", f"{sum(row.total for row in rows):,}")
+    console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def _calibration_line(model: Any, seconds: float | None) -> str:
+def _calibration_line(model: Any, how: str) -> str:
     made = model.peft_config["default"].calibration
     if made is None:
         return "Calibration: none needed"
-    took = "read from a file" if seconds is None else f"{seconds:.1f} s"
     return (
         f"Calibration: {made['samples']} × {made.get('sequence_len', '?')} tokens of {made.get('dataset', '?')} "
-        f"(seed {made.get('seed', '?')}), model {made['model']}: {took}"
+        f"(seed {made.get('seed', '?')}), model {made['model']}: {how}"
     )

@@ -33,10 +33,31 @@ RUN_FIELDS = (
 CHECKPOINT_FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer_state.json")
 
 
+def holds_adapter(folder: Path) -> bool:
+    """Whether a finished save is there; Axolotl writes adapter_config.json before training has begun."""
+    return (folder / "adapter_model.safetensors").is_file()
+
+
+def what_to_name(output_dir: Path) -> str:
+    """The remedy where no trained adapter is named: output_dir, its newest checkpoint, or training."""
+    if holds_adapter(output_dir):
+        return f"Name the trained one: --lora-model-dir={output_dir} (lora_model_dir in the YAML)."
+    checkpoints = [path for path in output_dir.glob("checkpoint-*") if holds_adapter(path)]
+    if checkpoints:
+        newest = max(checkpoints, key=lambda path: path.stat().st_mtime)
+        return f"A run that did not finish left {newest}: pass --lora-model-dir={newest}."
+    return "Train first, or pass --lora-model-dir."
+
+
+def untrained(output_dir: str) -> str:
+    """Why evaluating is refused."""
+    return f"this would evaluate a new, untrained adapter, which is the base model. {what_to_name(Path(output_dir))}"
+
+
 def check_not_the_start(cfg: Any, output_dir: Path) -> None:
     """Refuse to merge, or talk to, the adapter that a finished run started from."""
     start = cfg.get("lora_model_dir")
-    if not start or not (output_dir / "adapter_model.safetensors").is_file():
+    if not start or not holds_adapter(output_dir):
         return
     if output_dir.resolve() not in (Path(start).resolve(), *Path(start).resolve().parents):
         raise ValueError(
@@ -48,6 +69,8 @@ def check_not_the_start(cfg: Any, output_dir: Path) -> None:
 def _read_config(folder: str, key: str, adapter: str) -> SupraConfig:
     if os.path.exists(folder) and not (Path(folder) / "adapter_config.json").is_file():
         raise ValueError(f"{key}: {folder} holds no adapter_config.json, so it is no adapter.")
+    if os.path.exists(folder) and not holds_adapter(Path(folder)):
+        raise ValueError(f"{key}: {folder} holds no trained adapter. {what_to_name(Path(folder))}")
     try:
         saved = PeftConfig.from_pretrained(folder)
     except (json.JSONDecodeError, KeyError, TypeError) as error:

@@ -175,6 +175,14 @@ def test_numbers_may_be_written_as_strings():
     assert (method_config(cfg).r0, method_config(cfg).supra_lambda, cfg["support_seed"]) == (4, 0.5, 7)
 
 
+@pytest.mark.parametrize("words", [["--supra-lambda", "0.5"], ["--supra_lambda=0.5"], ["--mask-score", "magnitude"]])
+def test_a_key_that_the_command_line_lost_is_refused(monkeypatch, words):
+    monkeypatch.setattr("sys.argv", ["axolotl", "train", "x.yml", *words])
+    with pytest.raises(ValueError, match=r"did not reach the config.*Write it in the YAML"):
+        prepare({"adapter": "supra"}, KNOWN)
+    prepare({"adapter": "supra", "supra_lambda": "0.5", "mask_score": "magnitude"}, KNOWN)
+
+
 def test_lambda_1_needs_no_calibration_text():
     prepare({"adapter": "supra", "supra_lambda": 1, "calibration_dataset": "nowhere.jsonl"}, KNOWN)
 

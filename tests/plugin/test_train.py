@@ -216,15 +216,22 @@ def test_merge_lora_writes_the_adapted_model(settings, train, write, changes, to
     AutoTokenizer.from_pretrained(Path(mapping["output_dir"]) / "merged")
 
 
-def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(settings, train, load):
+def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(settings, train, load, monkeypatch):
     from axolotl.common.datasets import load_datasets
     from axolotl.evaluate import evaluate
 
     mapping = settings()
     expected = eval_losses(train(mapping))[-1]
+    norms = Path(mapping["output_dir"]) / "activation_norms.safetensors"
+    written = norms.stat().st_mtime_ns
     cfg = load(mapping)
-    with pytest.raises(ValueError, match=r"untrained adapter.*--lora-model-dir"):
+    with pytest.raises(ValueError, match=r"untrained adapter.*--lora-model-dir=\S+adapter "):
         evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
+    assert norms.stat().st_mtime_ns == written, "a refused evaluation calibrated"
+    with monkeypatch.context() as patch:
+        patch.setattr("axolotl_supertune.plugin._is_evaluation", lambda: False)
+        with pytest.raises(ValueError, match="untrained adapter"):  # the second line of defence
+            evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
     cfg = load(mapping, lora_model_dir=mapping["output_dir"])
     metrics = evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
     assert math.isclose(metrics["eval_loss"], expected, rel_tol=1e-5)
@@ -240,6 +247,17 @@ def test_inference_finds_the_adapter_of_output_dir_or_refuses(settings, train, l
     model, _, _ = load_model_and_tokenizer(cfg=load(mapping, inference=True), inference=True)
     assert torch.equal(logits(model), logits(trainer.model))
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_run_that_did_not_finish_is_named_by_its_checkpoint(settings, train, load, write):
+    from axolotl.cli.merge_lora import do_cli
+
+    mapping = settings(max_steps=2, save_steps=2, eval_steps=None)
+    train(mapping)
+    (Path(mapping["output_dir"]) / "adapter_model.safetensors").unlink()
+    for command in (lambda: load(mapping, inference=True), lambda: do_cli(config=write(mapping))):
+        with pytest.raises(ValueError, match=r"--lora-model-dir=\S+checkpoint-2\."):
+            command()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
