@@ -1,7 +1,9 @@
 """The Axolotl plugin: thin hooks that calibrate, adapt the model, and guard against an adapter nobody trained."""
 
+import hashlib
 import importlib
 import io
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 from axolotl.integrations.base import AdapterCapabilities, BasePlugin, PluginManager
+from axolotl.loaders import adapter as axolotl_adapter
 from axolotl.loaders import load_tokenizer
 from axolotl.loaders.adapter import _get_peft_task_type, find_all_linear_names
 from axolotl.loaders.utils import load_model_config
@@ -25,7 +28,7 @@ from . import checks
 from .calibration import ActivationNorms, calibrate
 from .corpus import calibration_windows
 from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
-from .tuner import SupraConfig, budget_table, target_layers
+from .tuner import SupraConfig, SupraLayer, budget_table, target_layers
 from .tuner.model import layer_budgets
 
 LOG = get_logger(__name__)
@@ -124,10 +127,14 @@ class SupertunePlugin(BasePlugin):
         _check_all_matched(cfg, layers)
         if config.needs_norms and any(budget.sparse_count for budget in layer_budgets(model, config).values()):
             config.activation_norms = self._norms(model, cfg, list(layers))
-        # Axolotl seeds nothing before the trainer exists; R must follow from the config's seed all the same.
+        seed = checks.DEFAULT_SEED if cfg.seed is None else cfg.seed
+        # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(checks.DEFAULT_SEED if cfg.seed is None else cfg.seed)
-            return get_peft_model(model, config)
+            torch.manual_seed(seed)
+            adapted = get_peft_model(model, config)
+        if hasattr(axolotl_adapter, "reinit_lora_from_seed"):
+            _draw_by_name(adapted, seed)
+        return adapted
 
     def _norms(self, model: Any, cfg: Any, layers: list[str]) -> ActivationNorms:
         if cfg.calibration_path:
@@ -157,6 +164,19 @@ class SupertunePlugin(BasePlugin):
         norms.save(path)
         LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
         return norms
+
+
+def _draw_by_name(model: Any, seed: int) -> None:
+    """Draw every R from the seed and its layer's name, as Axolotl 0.21 draws LoRA's A: λ = 1 starts as LoRA does."""
+    for name, module in model.named_modules():
+        if not isinstance(module, SupraLayer):
+            continue
+        for adapter, R in module.supra_R.items():
+            digest = hashlib.sha256(f"{name}.{adapter}".encode()).digest()
+            own_seed = (seed + int.from_bytes(digest[:4], "little")) % (2**63 - 1)
+            generator = torch.Generator().manual_seed(own_seed)
+            drawn = torch.nn.init.kaiming_uniform_(torch.empty(R.shape), a=math.sqrt(5), generator=generator)
+            R.data.copy_(drawn)
 
 
 class _RequireAllTrained(TrainerCallback):

@@ -72,7 +72,9 @@ class SupraModel(BaseTuner):
                 }
         for key in state_dict:
             layer, mark, rest = key.removeprefix(prefix).partition(f".{self.prefix}")
-            if mark and key not in known and rest.partition(".")[2] in self.peft_config:
+            # PEFT 0.20 puts the adapter's name into every key, 0.21 only into those of layers that the model has.
+            adapter = rest.partition(".")[2]
+            if mark and key not in known and (not adapter or adapter in self.peft_config):
                 raise ValueError(
                     f"{layer.removeprefix('model.')}: the checkpoint adapts this layer and the model does not: load it "
                     "on the base model, with the target modules, that it was trained on."
