@@ -28,7 +28,7 @@ from . import checks
 from .calibration import ActivationNorms, calibrate
 from .corpus import calibration_windows
 from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
-from .tuner import SupraConfig, SupraLayer, budget_table, target_layers
+from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.model import layer_budgets
 
 LOG = get_logger(__name__)
@@ -123,10 +123,10 @@ class SupertunePlugin(BasePlugin):
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
         config = _config(model, cfg)
-        layers = target_layers(model, config)
-        _check_all_matched(cfg, layers)
-        if config.needs_norms and any(budget.sparse_count for budget in layer_budgets(model, config).values()):
-            config.activation_norms = self._norms(model, cfg, list(layers))
+        budgets = layer_budgets(model, config)
+        _check_all_matched(cfg, budgets)
+        if config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
+            config.activation_norms = self._norms(model, cfg, list(budgets))
         seed = checks.DEFAULT_SEED if cfg.seed is None else cfg.seed
         # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
         with torch.random.fork_rng(devices=[]):

@@ -207,6 +207,32 @@ def is_correct_number(prediction: float | None, gold: float | None) -> bool:
     return abs(gold - prediction) <= TOLERANCE
 
 
+def answers(
+    text: str, kind: Literal["number", "letter"], choices: Mapping[str, str] | None = None
+) -> dict[str, float | str | None]:
+    """What the two rules read from one text: {"published": …, "strict": …}.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    if kind == "number":
+        return {"published": published_number(text), "strict": strict_number(text)}
+    if kind == "letter":
+        return {"published": published_letter(text), "strict": strict_letter(text, choices)}
+    raise ValueError(f"kind={kind!r} is neither 'number' nor 'letter'.")
+
+
+def is_correct(answer: float | str | None, gold: str, kind: Literal["number", "letter"]) -> bool:
+    """Whether an answer that a rule read is the record's.
+
+    Raises:
+        ValueError: a gold number that is none.
+    """
+    if kind == "letter":
+        return answer == gold.strip()
+    return is_correct_number(answer if isinstance(answer, float) else None, float(gold))
+
+
 def score(
     text: str, gold: str, kind: Literal["number", "letter"], choices: Mapping[str, str] | None = None
 ) -> dict[str, int]:
@@ -221,15 +247,11 @@ def score(
     Raises:
         ValueError: an unknown kind, or a gold number that is none.
     """
-    if kind == "number":
-        published = is_correct_number(published_number(text), float(gold))
-        strict = is_correct_number(strict_number(text), float(gold))
-    elif kind == "letter":
-        published = published_letter(text) == gold.strip()
-        strict = strict_letter(text, choices) == gold.strip()
-    else:
-        raise ValueError(f"kind={kind!r} is neither 'number' nor 'letter'.")
-    return {"acc": int(published), "acc_strict": int(strict)}
+    read = answers(text, kind, choices)
+    return {
+        "acc": int(is_correct(read["published"], gold, kind)),
+        "acc_strict": int(is_correct(read["strict"], gold, kind)),
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from ..prompt import alpaca_prompt
 from .benchmarks import BENCHMARKS, load_benchmark
-from .scoring import _is_correct, answers
+from .extraction import is_correct, published_letter, published_number
 
 MAX_RECORDS = 120
 
@@ -23,10 +23,10 @@ MAX_RECORDS = 120
 def gold_records(benchmark: str, data_dir: str | None = None) -> list[dict[str, str]]:
     """The benchmark's first 120 records whose own output states the right answer."""
     kind = BENCHMARKS[benchmark].kind
+    published = published_letter if kind == "letter" else published_number
     chosen = []
     for record in load_benchmark(benchmark, data_dir=data_dir):
-        read = answers(record["output"], kind)["published"]
-        if _is_correct(read, {"kind": kind, "answer": str(record["answer"])}):
+        if is_correct(published(record["output"]), str(record["answer"]), kind):
             chosen.append({"instruction": record["instruction"], "target": record["output"].strip()})
     return chosen[:MAX_RECORDS]
 

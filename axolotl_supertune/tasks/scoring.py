@@ -8,7 +8,7 @@ from datasets import Dataset
 from ..prompt import alpaca_prompt
 from .benchmarks import BENCHMARKS, load_benchmark
 from .contamination import clean_indices, load_report
-from .extraction import is_correct_number, published_letter, published_number, strict_letter, strict_number
+from .extraction import answers, is_correct
 
 
 def load(
@@ -51,17 +51,10 @@ def extract(resps: Sequence[Sequence[str]], docs: Sequence[dict[str, Any]]) -> l
     return [[answers(text, doc["kind"]) for text in texts] for texts, doc in zip(resps, docs, strict=True)]
 
 
-def answers(text: str, kind: str) -> dict[str, Any]:
-    """What the published and the strict rule read from one response."""
-    if kind == "letter":
-        return {"published": published_letter(text), "strict": strict_letter(text)}
-    return {"published": published_number(text), "strict": strict_number(text)}
-
-
 def score(doc: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Metrics of one document: `acc` by the published rule, `acc_strict`, and both again if the item is clean."""
     read = results[0]
-    correct = {rule: float(_is_correct(read[rule], doc)) for rule in ("published", "strict")}
+    correct = {rule: float(is_correct(read[rule], doc["answer"], doc["kind"])) for rule in ("published", "strict")}
     metrics = {"acc": correct["published"], "acc_strict": correct["strict"]}
     if doc["clean"] >= 0:
         metrics["n_clean"] = float(doc["clean"])
@@ -73,9 +66,3 @@ def score(doc: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, f
 def total(items: Sequence[float]) -> float:
     """Aggregation of `n_clean`: how many items were clean."""
     return sum(items)
-
-
-def _is_correct(answer: Any, doc: dict[str, Any]) -> bool:
-    if doc["kind"] == "letter":
-        return answer == doc["answer"].strip()
-    return is_correct_number(answer, float(doc["answer"]))

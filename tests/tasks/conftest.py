@@ -1,13 +1,9 @@
 """Where the benchmark files are, and a tiny Llama with a byte-level tokenizer for the harness."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
+from places import DATA
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-DATA = Path(os.environ.get("SUPERTUNE_DATA_DIR") or Path(__file__).parents[2].parent / "shared/data/benchmarks")
 
 
 @pytest.fixture(autouse=True)

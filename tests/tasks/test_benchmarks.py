@@ -2,7 +2,6 @@
 
 import http.server
 import json
-import os
 import shutil
 import threading
 import time
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from places import DATA
 
 from axolotl_supertune.tasks import benchmarks
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS, find_benchmark, load_benchmark
-
-DATA = Path(os.environ.get("SUPERTUNE_DATA_DIR") or Path(__file__).parents[2].parent / "shared/data/benchmarks")
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the six test files: SUPERTUNE_DATA_DIR, or {DATA}")
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import random
 import re
 import shutil
 import unicodedata
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from places import DATA, GSM8K, MATH
 
 from axolotl_supertune.tasks import contamination as module
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS, load_benchmark
@@ -25,12 +25,6 @@ from axolotl_supertune.tasks.contamination import (
     words,
     write_report,
 )
-
-DATA = Path(os.environ.get("SUPERTUNE_DATA_DIR") or Path(__file__).parents[2].parent / "shared/data/benchmarks")
-TRAIN = DATA.parent / "train"
-MATH, GSM8K = TRAIN / "math_data.json", TRAIN / "gsm8k_train.jsonl"
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the six test files: SUPERTUNE_DATA_DIR, or {DATA}")
-needs_training_sets = pytest.mark.skipif(not MATH.is_file(), reason=f"needs the training files in {TRAIN}")
 
 
 @pytest.fixture(autouse=True)
@@ -483,7 +477,6 @@ def squashed(text):
     return "".join(kept)
 
 
-@needs_training_sets
 @pytest.mark.parametrize(("path", "column"), [(MATH, "instruction"), (GSM8K, "question")], ids=["math", "gsm8k"])
 def test_exact_matches_recounted(reports, path, column):
     text = path.read_text(encoding="utf-8")
@@ -500,7 +493,6 @@ def test_exact_matches_recounted(reports, path, column):
             assert squashed(records[index]["instruction"].split("Answer Choices")[0]) in squashed(rows[at][column])
 
 
-@needs_training_sets
 def test_the_counts(reports):
     def counts(path):
         entries = reports(path)["benchmarks"].items()
@@ -558,7 +550,6 @@ def brute_force(question, text):
     return len(covered) / len(asked), same
 
 
-@needs_training_sets
 def test_near_duplicates_recounted(tmp_path):
     draw = random.Random(0)
     rows = draw.sample(json.loads(MATH.read_text()), 1000)

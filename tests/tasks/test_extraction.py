@@ -7,7 +7,6 @@ rules disagree, and 19 drawn at random (`random.Random(20260101)`, three a bench
 
 import json
 import math
-import os
 import re
 import time
 from functools import cache
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import DATA
 
 from axolotl_supertune.tasks.extraction import (
     is_correct_number,
@@ -29,7 +29,6 @@ from axolotl_supertune.tasks.extraction import (
 HERE = Path(__file__).parent
 CASES = json.loads((HERE / "extraction_cases.json").read_text(encoding="utf-8"))
 READINGS = json.loads((HERE / "disagreements.json").read_text(encoding="utf-8"))
-DATA = Path(os.environ.get("SUPERTUNE_DATA_DIR") or Path(__file__).parents[2].parent / "shared/data/benchmarks")
 
 # Correct by the published rule, records.
 PUBLISHED = {
