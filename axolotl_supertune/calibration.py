@@ -1,13 +1,15 @@
 """Activation norms ‖X_j‖₂ of the layers of a frozen model (paper, algorithm super_mask_generation, step 2).
 
-One forward pass with a pre-hook per layer; each hook adds the squares of its input to a running fp32 sum. No logits
-are computed unless the output layer itself is asked for.
+One forward pass with a pre-hook per layer; each hook adds the squares of its input to a running fp32 sum and makes no
+copy of the input. No logits are computed unless the output layer itself is asked for. The device is waited for at the
+end alone (and in a batch whose attention mask lies on it).
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from .files import whole_file
 FORMAT = "activation_norms"
 FORMAT_VERSION = 1
 _FINGERPRINT_SAMPLES = 64
+_RUN = 512  # tokens whose squares are summed in one go
 
 Batch = Tensor | Mapping[str, Any]
 
@@ -168,19 +171,19 @@ def calibrate(
         ):
             for batch in batches:
                 inputs = _to_device(batch, device)
-                sums.start(inputs)
-                _run(runner, inputs)
                 shape = _ids(inputs).shape
+                real_tokens = sums.start(batch, shape)
+                _run(runner, inputs)
                 samples += shape[0]
-                tokens += sums.real_tokens(shape)
-                bar.update(sums.real_tokens(shape))
+                tokens += real_tokens
+                bar.update(real_tokens)
     finally:
         for hook in hooks:
             hook.remove()
     if tokens == 0:
         raise ValueError("no calibration token was given: calibrate needs at least one batch that is not all padding.")
 
-    norms = {name: sums.norm(name, modules[name].in_features) for name in names}
+    norms = sums.norms(names)
     fingerprint = model_fingerprint(model)
     if fingerprint is None:
         raise ValueError("the model's weights are on the meta device: calibration needs real weights.")
@@ -207,7 +210,7 @@ def model_fingerprint(model: nn.Module) -> str | None:
         The hex digest, or None if a weight is on the meta device.
     """
     wrapped = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer"))
-    digest = hashlib.sha256()
+    labels, samples = [], []
     for name, parameter in sorted(model.named_parameters()):
         if ".modules_to_save." in name or (name.startswith(wrapped) and ".base_layer." not in name):
             continue
@@ -215,11 +218,24 @@ def model_fingerprint(model: nn.Module) -> str | None:
             return None
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
-        sample = flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16).cpu()
+        samples.append(flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16))
         plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
-        digest.update(f"{plain}{tuple(parameter.shape)}".encode())
+        labels.append(f"{plain}{tuple(parameter.shape)}")
+    digest = hashlib.sha256()
+    for label, sample in zip(labels, _to_host(samples), strict=True):
+        digest.update(label.encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """1-D tensors of one dtype on the CPU, with one copy per device that they lie on."""
+    found: dict[int, Tensor] = {}
+    for device in {vector.device for vector in vectors}:
+        here = [at for at, vector in enumerate(vectors) if vector.device == device]
+        joined = torch.cat([vectors[at] for at in here]).cpu()
+        found.update(zip(here, joined.split([vectors[at].numel() for at in here]), strict=True))
+    return [found[at] for at in range(len(vectors))]
 
 
 class _SquareSums:
@@ -227,54 +243,88 @@ class _SquareSums:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._mask: Tensor | None = None
+        # Where the batch is padded: the shape of its mask, and the positions that count, flattened, on the mask's
+        # device and on those of the layers.
+        self._mask_shape: torch.Size | None = None
+        self._real: dict[torch.device, Tensor] = {}
         # q, k and v (gate and up) are called with one and the same tensor: its squares are summed once. The version
-        # tells a tensor that was changed in place since.
-        self._last: tuple[Tensor, int, Tensor] | None = None
+        # tells a tensor that was changed in place since; the weak reference lets the model free it when it would.
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
-    def start(self, inputs: Batch) -> None:
-        """Note a new batch's padding."""
-        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-        self._mask = None if mask is None or bool(mask.all()) else mask.bool()
-        self._last = None
-
-    def real_tokens(self, shape: torch.Size) -> int:
-        """Positions of the current batch that count."""
-        return int(self._mask.sum()) if self._mask is not None else shape[:2].numel()
+    def start(self, batch: Batch, shape: torch.Size) -> int:
+        """Note a new batch's padding; `shape` is that of its token ids. Returns how many of its positions count."""
+        self._last, self._mask_shape = None, None
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if mask is None:
+            return shape[:2].numel()
+        real = mask.reshape(-1).nonzero().squeeze(1)
+        if len(real) < mask.numel():
+            self._mask_shape, self._real = mask.shape, {real.device: real}
+            return len(real)
+        return shape[:2].numel()
 
     def hook(self, name: str) -> Any:
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs["input"]
-            if self._last is None or self._last[0] is not x or self._last[1] != x._version:
-                self._last = (x, x._version, self._square_sum(x, name))
+            version = x._version
+            if self._last is None or self._last[0]() is not x or self._last[1] != version:
+                self._last = (weakref.ref(x), version, self._square_sum(x.detach(), name))
             square_sum = self._last[2]
             self._sums[name] = self._sums[name] + square_sum if name in self._sums else square_sum
 
         return observe
 
     def _square_sum(self, x: Tensor, name: str) -> Tensor:
-        if self._mask is not None:
-            if x.shape[:-1] == self._mask.shape:
-                x = x[self._mask]
-            elif x.dim() == 2 and x.shape[0] == self._mask.numel():
-                x = x[self._mask.reshape(-1)]
-            else:
-                raise ValueError(
-                    f"{name}: input of shape {tuple(x.shape)} cannot be matched to the padding of a batch of shape "
-                    f"{tuple(self._mask.shape)}; calibrate on windows of full length, without padding."
-                )
-        return x.detach().reshape(-1, x.shape[-1]).float().square().sum(0)
-
-    def norm(self, name: str, width: int) -> Tensor:
-        if name not in self._sums:
-            raise ValueError(f"{name}: no calibration token reached this layer; leave it out of the target modules.")
-        total = self._sums[name]
-        if not bool(torch.isfinite(total).all()):
+        tokens = x.reshape(-1, x.shape[-1])
+        if self._mask_shape is None:
+            return _square_sum(tokens)
+        if x.shape[:-1] != self._mask_shape and (x.dim() != 2 or len(x) != self._mask_shape.numel()):
             raise ValueError(
-                f"{name}: the calibration activations are NaN or infinite; check the base model and its dtype "
-                "(fp16 overflows where bf16 does not)."
+                f"{name}: input of shape {tuple(x.shape)} cannot be matched to the padding of a batch of shape "
+                f"{tuple(self._mask_shape)}; calibrate on windows of full length, without padding."
             )
-        return total.sqrt().cpu()
+        if x.device not in self._real:
+            self._real[x.device] = next(iter(self._real.values())).to(x.device)
+        real = self._real[x.device]
+        # A few runs at a time: all at once would copy the input.
+        total = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
+        for part in real.split(4 * _RUN):
+            total += _square_sum(tokens.index_select(0, part))
+        return total
+
+    def norms(self, layers: Sequence[str]) -> dict[str, Tensor]:
+        """‖X_j‖₂ of the layers, (in_features,) fp32 on the CPU.
+
+        Raises:
+            ValueError: a layer that saw no token, or a sum that is NaN or infinite.
+        """
+        for name in layers:
+            if name not in self._sums:
+                raise ValueError(
+                    f"{name}: no calibration token reached this layer; leave it out of the target modules."
+                )
+        totals = dict(zip(layers, _to_host([self._sums[name] for name in layers]), strict=True))
+        for name, total in totals.items():
+            if not bool(torch.isfinite(total).all()):
+                raise ValueError(
+                    f"{name}: the calibration activations are NaN or infinite; check the base model and its dtype "
+                    "(fp16 overflows where bf16 does not)."
+                )
+        return {name: total.sqrt() for name, total in totals.items()}
+
+
+def _square_sum(tokens: Tensor) -> Tensor:
+    """Σ x² over the rows of (tokens, features), (features,) fp32.
+
+    `vector_norm` reads bf16 and adds up in fp32 without an fp32 copy of its input (on a GPU). A CPU adds one token to
+    the next, and over tens of thousands of them the rounding would show in the fifth digit: so runs of 512 are summed
+    first, and then the runs.
+    """
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    whole = len(tokens) - len(tokens) % _RUN
+    parts = [tokens[:whole].unflatten(0, (-1, _RUN)), tokens[whole:].unsqueeze(0)]
+    squares = [torch.linalg.vector_norm(part, dim=1, dtype=dtype).square().sum(0) for part in parts if part.numel()]
+    return sum(squares, start=torch.zeros(tokens.shape[1], dtype=dtype, device=tokens.device)).to(torch.float32)
 
 
 def _run(runner: nn.Module, inputs: Batch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from .bench.command import bench
 from .files import whole_file
 from .tasks import TASK_FOLDER
 from .tasks.contamination import contamination
@@ -13,10 +14,11 @@ from .tasks.contamination import contamination
 
 @click.group()
 def supertune() -> None:
-    """Super and Supra: evaluation and contamination checks."""
+    """Super and Supra: evaluation, contamination checks, and the cost of a training step."""
 
 
 supertune.add_command(contamination)
+supertune.add_command(bench)
 
 
 @supertune.command("eval")

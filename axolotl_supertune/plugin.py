@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 
 from . import checks
 from .calibration import ActivationNorms, calibrate
+from .callbacks import LogCost, RefuseUntrained, RequireAllTrained
 from .corpus import calibration_windows
 from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
 from .tuner import SupraConfig, SupraLayer, budget_table
@@ -116,10 +117,15 @@ class SupertunePlugin(BasePlugin):
         return model, model.peft_config["default"]
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
-        """Stop an evaluation of an adapter that was never trained, and an optimizer that leaves parameters out."""
+        """Log what the run costs; stop an untrained adapter's evaluation, and an optimizer that leaves some out."""
         if cfg.adapter not in checks.ADAPTERS:
             return []
-        return [_RequireAllTrained(), *([_RefuseUntrained(cfg.output_dir)] if self._untrained else [])]
+        callbacks = [RequireAllTrained()]
+        if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
+            callbacks.append(LogCost(trainer))
+        if self._untrained:
+            callbacks.append(RefuseUntrained(cfg.output_dir))
+        return callbacks
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
         config = _config(model, cfg)
@@ -177,37 +183,6 @@ def _draw_by_name(model: Any, seed: int) -> None:
             generator = torch.Generator().manual_seed(own_seed)
             drawn = torch.nn.init.kaiming_uniform_(torch.empty(R.shape), a=math.sqrt(5), generator=generator)
             R.data.copy_(drawn)
-
-
-class _RequireAllTrained(TrainerCallback):
-    """Raises at the first step unless the optimizer holds every trainable parameter: some take matrices only."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer, model = kwargs.get("optimizer"), kwargs.get("model")
-        if optimizer is None or model is None:
-            return
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in held:
-                raise ValueError(
-                    f"optimizer: {type(optimizer).__name__} does not hold {name}, which would stay untrained; use "
-                    "another one, such as adamw_torch_fused."
-                )
-
-
-class _RefuseUntrained(TrainerCallback):
-    """Raises at the first evaluated batch unless training began."""
-
-    def __init__(self, output_dir: str) -> None:
-        self._output_dir = output_dir
-        self._training = False
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._training = True
-
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        if not self._training:
-            raise ValueError(untrained(self._output_dir))
 
 
 def _is_evaluation() -> bool:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -11,8 +11,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from ..budget import LayerBudget
-from ..ops import LowRank, Sparse, merged_weight, sparse_linear
+from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, takes_kernels
 from ..support import index_dtype
+
+if TYPE_CHECKING:  # Triton may be absent
+    from ..ops.fused import Layer as KernelLayer
+    from ..ops.inplace import Entry, Sweep
+    from ..ops.kernels import Plan
+    from .shared import SharedInput
 
 # An index that no layer has: room for a support that a checkpoint is still to bring.
 _NO_SUPPORT = -1
@@ -52,6 +58,11 @@ class SupraLayer(BaseTunerLayer):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._weight_before_merge: Tensor | None = None
+        # The fast path: what is written into the base weight, how its gradient is computed, who reads the same input.
+        self._entry: Entry | None = None
+        self._plans: dict[str, Plan] = {}
+        self.sweep: Sweep | None = None
+        self.shared_input: SharedInput | None = None
 
     def update_layer(
         self,
@@ -115,6 +126,72 @@ class SupraLayer(BaseTunerLayer):
             tensors = getattr(self, name)
             if adapter_name in tensors and not tensors[adapter_name].is_meta:
                 tensors[adapter_name] = tensors[adapter_name].to(target)
+
+    def restore(self) -> None:
+        """Give the base weight its own bits back, if a forward wrote W + M⊙U into it; the next forward writes again."""
+        if self._entry is not None and self._entry.written:
+            self._entry.restore()
+
+    def get_base_layer(self) -> nn.Module:
+        """The base layer, with its own weight."""
+        self.restore()
+        return super().get_base_layer()
+
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Make adapters active, as PEFT does, on the base layer's own weight."""
+        self.restore()
+        super().set_adapter(*args, **kwargs)
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch adapters on or off, as PEFT does, on the base layer's own weight."""
+        self.restore()
+        super().enable_adapters(enabled)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Remove an adapter, as PEFT does, from the base layer's own weight."""
+        self.restore()
+        self._plans.pop(adapter_name, None)
+        super().delete_adapter(adapter_name)
+
+    def kernel_layer(self, x: Tensor) -> "KernelLayer | None":
+        """This layer with its active adapter for the Triton kernels, U written into its weight.
+
+        None where something else computes it: adapters are off, merged or still to be loaded, or the reference path.
+        """
+        if self.disable_adapters or self.merged or self.supra_unloaded:
+            return None
+        names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
+        sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
+        if not sparse and not low_rank:
+            return None
+        base = self.base_layer
+        if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
+            return None
+        from ..ops.fused import Layer
+        from ..ops.inplace import Entry, Sweep
+
+        values = plan = None
+        if sparse:
+            values = sparse[0].values
+            plan = self._plan(next(name for name in names if name in self.supra_values))
+        L, R, scaling, dropout = low_rank[0] if low_rank else (None, None, 1.0, 0.0)
+        operands = (base.weight, values, plan, L, R, scaling, compute_dtype(x, base.weight))
+        if self.sweep is None:
+            self.sweep = Sweep()
+        if self._entry is None or not self._entry.is_of(*operands):
+            self.restore()
+            self._entry = self.sweep.add(Entry(*operands))
+        self.sweep.refresh(self._entry)
+        return Layer(self._entry, base.bias, dropout)
+
+    def _plan(self, adapter_name: str) -> "Plan":
+        indices = self.supra_indices[adapter_name]
+        plan = self._plans.get(adapter_name)
+        if plan is None or plan.indices is not indices:
+            from ..ops.kernels import make_plan
+
+            plan = self._plans[adapter_name] = make_plan(indices, (self.out_features, self.in_features))
+        return plan
 
     def sparse_parts(self, adapter_names: list[str]) -> list[Sparse]:
         """M⊙U of the named adapters that have one here."""
@@ -247,6 +324,7 @@ class SupraLinear(nn.Module, SupraLayer):
         SupraLayer.__init__(self, base_layer, layer)
         self._arriving: list[str] = []
         self.register_load_state_dict_post_hook(_accept_adapters)
+        self.register_state_dict_pre_hook(_restore_base)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., b) → (..., c)."""
@@ -255,9 +333,18 @@ class SupraLinear(nn.Module, SupraLayer):
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()
+            self.restore()
             return self.base_layer(x, *args, **kwargs)
         if self.merged:
             return self.base_layer(x, *args, **kwargs)
+        if self.shared_input is not None and (y := self.shared_input.output(self, x)) is not None:
+            return y
+        layer = self.kernel_layer(x)
+        if layer is not None:
+            from ..ops.fused import linear_group
+
+            return linear_group(x, [layer])[0]
+        self.restore()
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         if self.supra_unloaded:
             self._check_loaded(names)
@@ -267,12 +354,29 @@ class SupraLinear(nn.Module, SupraLayer):
         base = self.base_layer
         return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.restore()
+        self._plans.clear()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the base's own bits, and nothing that can be made again."""
+        self.restore()
+        return {**self.__dict__, "_entry": None, "_plans": {}}
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._arriving = self.check_checkpoint(state_dict, prefix)
+        self.restore()
+        self._plans.clear()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"supra.{super().__repr__()}"
+
+
+def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:
+    """Before the tensors are read: what is saved of the base is the base."""
+    module.restore()
 
 
 def _accept_adapters(module: SupraLinear, incompatible_keys: Any) -> None:

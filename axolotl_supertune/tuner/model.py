@@ -15,10 +15,11 @@ from peft.tuners.tuners_utils import (
 from torch import Tensor, nn
 
 from ..budget import LayerBudget, layer_budget
-from ..scores import check_weight, magnitude_score, wanda_score
-from ..support import random_support, select_support
+from ..scores import check_weight, score_rows
+from ..support import random_support, select_by_rows
 from .config import SupraConfig
 from .layer import SupraLayer, SupraLinear
+from .shared import share_work, unshare_work
 
 
 class SupraModel(BaseTuner):
@@ -45,6 +46,9 @@ class SupraModel(BaseTuner):
 
     def _prepare_model(self, peft_config: SupraConfig, model: nn.Module) -> None:
         """Choose every support before the first layer is replaced: no error leaves a half-adapted model."""
+        for module in model.modules():
+            if isinstance(module, SupraLayer):
+                module.restore()
         layers = _matching_layers(model, peft_config)  # none: PEFT says so, in its own words
         budgets = {name: _budget(layer, peft_config, name) for name, layer in layers.items()}
         selecting = [
@@ -60,6 +64,15 @@ class SupraModel(BaseTuner):
             norms.check_model(model)
             peft_config.calibration = dict(norms.provenance)
         self._supports = {name: _support(layers[name].weight, budgets[name], peft_config, name) for name in budgets}
+
+    def inject_adapter(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Put the adapter in, as PEFT does, and let layers of one input compute together."""
+        super().inject_adapter(model, *args, **kwargs)
+        share_work(model)
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
+        unshare_work(self.model)
+        return super()._unload_and_optionally_merge(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Check all that a checkpoint brings before the first tensor is copied: no error leaves a half-loaded model."""
@@ -219,9 +232,9 @@ def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str
         check_weight(weight, layer=name)
         return random_support(weight.numel(), budget.sparse_count, seed=config.support_seed, layer=name)
     norms = config.loaded_norms() if config.needs_norms else None
-    score = magnitude_score(weight, layer=name) if norms is None else wanda_score(weight, norms[name], layer=name)
+    scores = score_rows(weight, None if norms is None else norms[name], layer=name)
     beta = 0.5 if config.hybrid_beta is None else config.hybrid_beta
-    return select_support(score, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
+    return select_by_rows(scores, weight.shape, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -1,5 +1,7 @@
+import hashlib
 import json
 import stat
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from axolotl_supertune import ActivationNorms, SupraConfig, calibrate
-from axolotl_supertune.calibration import default_layers
+from axolotl_supertune.calibration import default_layers, model_fingerprint
 from axolotl_supertune.files import whole_file
 
 
@@ -57,6 +59,56 @@ def test_statistic_of_a_bf16_model_is_summed_in_fp32():
     model = nn.Sequential(nn.Linear(1, 1)).to(torch.bfloat16)
     norms = run(model, [torch.ones(100, 1, dtype=torch.bfloat16)] * 50)
     assert norms["0"].square().item() == pytest.approx(5000, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("tokens", [511, 512, 20_001])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sums_over_many_tokens_keep_five_digits(dtype, tokens, padded):
+    """One token added to the next in fp32 would be off by 1e-5 here."""
+    x = (torch.randn(1, tokens, 8, generator=torch.Generator().manual_seed(0)) * 3 + 1).to(dtype)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 1, dtype=dtype)
+
+        def forward(self, x, attention_mask):
+            return self.lin(x)
+
+    mask = torch.ones(1, tokens, dtype=torch.int64)
+    if padded:
+        mask[:, ::3] = 0
+    norm = run(Masked(), [{"x": x, "attention_mask": mask}]).norms["lin"]
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm.double(), x[mask.bool()].double().norm(dim=0), rtol=3e-6, atol=0)
+
+
+def test_hooks_keep_no_input_alive():
+    class Watch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            inner = x * 2
+            inner_ref = weakref.ref(inner)
+            y = self.first(inner)
+            del inner
+            assert inner_ref() is None
+            return self.second(y)
+
+    run(Watch(), [torch.ones(2, 4)])
+
+
+def test_the_fingerprint_is_that_of_earlier_files(llama):
+    """Files of norms are accepted by it: its definition is fixed."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(llama.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16)
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.view(torch.int16).numpy().tobytes())
+    assert model_fingerprint(llama) == digest.hexdigest()
 
 
 def test_every_linear_layer_but_the_head_is_observed(llama, ids):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from axolotl_supertune.scores import magnitude_score, wanda_score
+from axolotl_supertune.scores import check_weight, magnitude_score, score_rows, wanda_score
 
 # The worked example of the paper's appendix: W (3, 2), X (2 features, 2 tokens).
 W = torch.tensor([[3.0, -2.0], [-2.0, 4.0], [1.0, -6.0]])
@@ -59,3 +59,34 @@ def test_bad_norm_names_the_layer(bad):
 def test_norms_of_another_width_are_refused_not_broadcast(shape):
     with pytest.raises(ValueError, match=r"model\.q_proj: activation norms of shape"):
         wanda_score(W, torch.ones(shape), layer="model.q_proj")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_scores_by_rows_are_the_rows_of_the_scores(dtype):
+    torch.manual_seed(1)
+    weight, norm = torch.randn(9, 5, dtype=dtype), torch.rand(5)
+    for by_rows, whole in (
+        (score_rows(weight, norm), wanda_score(weight, norm)),
+        (score_rows(weight), magnitude_score(weight)),
+    ):
+        assert torch.equal(torch.cat([by_rows(0, 4), by_rows(4, 5), by_rows(5, 9)]), whole)
+        assert by_rows(0, 0).shape == (0, 5)
+
+
+def test_scores_by_rows_are_checked_before_the_first_row_is_asked_for():
+    weight = W.clone()
+    weight[2, 0] = float("inf")
+    with pytest.raises(ValueError, match="its weight hold 1 NaN or infinite values of 6"):
+        score_rows(weight)
+
+
+def test_a_product_that_overflows_is_refused_and_one_that_could_is_not():
+    weight, norm = torch.tensor([[1e30, 1.0], [2.0, 3.0]]), torch.tensor([1.0, 1e30])
+    assert bool(torch.isfinite(wanda_score(weight, norm)).all())
+    with pytest.raises(ValueError, match=r"layer: its scores .* hold 1 NaN or infinite values of 4"):
+        wanda_score(weight, norm.flip(0))
+
+
+def test_the_largest_weight_is_what_the_check_returns():
+    assert check_weight(W, layer="layer").item() == 6
+    assert check_weight(torch.empty(0, 4), layer="layer").item() == 0

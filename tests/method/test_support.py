@@ -1,12 +1,15 @@
+from itertools import product
+
 import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import axolotl_supertune.support
 from axolotl_supertune.budget import hybrid_split
-from axolotl_supertune.scores import magnitude_score, wanda_score
-from axolotl_supertune.support import index_dtype, random_support, select_support
+from axolotl_supertune.scores import magnitude_score, score_rows, wanda_score
+from axolotl_supertune.support import index_dtype, random_support, select_by_rows, select_support
 
 # The worked example of the paper's appendix: its scores are [[15, 2], [10, 4], [5, 6]].
 W = torch.tensor([[3.0, -2.0], [-2.0, 4.0], [1.0, -6.0]])
@@ -23,6 +26,36 @@ def reference(scores, count, direction, beta=0.5):
     taken = set(top)
     rest = [index for index in ascending if index not in taken]
     return sorted(top + rest[: count - k_top])
+
+
+def whole_tensor(scores, count, direction, beta=0.5):
+    """The same by `kthvalue` and masks over the whole layer, fast enough for layers of many blocks."""
+
+    def smallest(flat, count):
+        if count == 0:
+            return torch.zeros_like(flat, dtype=torch.bool)
+        threshold = flat.kthvalue(count).values
+        chosen = flat < threshold
+        ties = (flat == threshold).nonzero().squeeze(1)
+        chosen[ties[: count - int(chosen.sum())]] = True
+        return chosen
+
+    flat = scores.reshape(-1)
+    k_top = {"top": count, "bottom": 0, "hybrid": hybrid_split(count, beta)[0]}[direction]
+    chosen = smallest(-flat, k_top)
+    chosen |= smallest(flat.masked_fill(chosen, torch.inf), count - k_top)
+    return chosen.nonzero().squeeze(1)
+
+
+@pytest.fixture(params=[(1, 1, 3), (7, 4, 11), (64, 1000, 5)], ids=str)
+def small_blocks(request, monkeypatch):
+    """Blocks and histograms as a huge layer has them, on a small one."""
+    set_sizes(monkeypatch, *request.param)
+
+
+def set_sizes(monkeypatch, block, few, digit):
+    for name, value in (("_BLOCK", block), ("_BLOCK_CPU", block), ("_FEW", few), ("_DIGIT", digit)):
+        monkeypatch.setattr(axolotl_supertune.support, name, value)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +120,78 @@ def test_any_tied_scores_match_a_stable_sort(values, direction, tenths, data):
     count = data.draw(st.integers(0, len(values)))
     support = select_support(scores, count, direction, hybrid_beta=tenths / 10)
     assert support.tolist() == reference(scores, count, direction, tenths / 10)
+
+
+FINITE = {
+    torch.float32: st.floats(0, width=32, allow_infinity=False),
+    torch.float64: st.floats(0, width=64, allow_infinity=False),
+    torch.bfloat16: st.sampled_from([0.0, -0.0, 2.0**-133, 0.5, 0.50390625, 1.0, 3.0e38]),
+}
+
+
+@given(
+    dtype=st.sampled_from(list(FINITE)),
+    direction=st.sampled_from(["bottom", "top", "hybrid"]),
+    tenths=st.integers(0, 10),
+    sizes=st.sampled_from([(1, 1, 3), (5, 2, 11), (64, 1, 11), (2**20, 2**18, 11)]),
+    width=st.integers(1, 7),
+    data=st.data(),
+)
+def test_any_scores_in_any_blocks_match_a_stable_sort(dtype, direction, tenths, sizes, width, data):
+    few_values = data.draw(st.lists(FINITE[dtype], min_size=1, max_size=4))
+    element = st.sampled_from([*few_values, 0.0, -0.0]) | FINITE[dtype]
+    values = data.draw(st.lists(element, min_size=width, max_size=60))
+    values = values[: len(values) // width * width]
+    scores = torch.tensor(values, dtype=dtype).view(-1, width)
+    count = data.draw(st.integers(0, len(values)))
+    with pytest.MonkeyPatch.context() as patch:
+        set_sizes(patch, *sizes)
+        support = select_support(scores, count, direction, hybrid_beta=tenths / 10)
+    assert support.dtype == torch.int32
+    assert support.tolist() == reference(scores, count, direction, tenths / 10)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32", "equal", "zeros", "two values", "close", "fp64"])
+def test_blocks_of_a_layer_give_what_the_whole_layer_gives(small_blocks, kind):
+    generator = torch.Generator().manual_seed(2)
+    scores = {
+        "bf16": lambda x: x.bfloat16().float(),
+        "fp32": lambda x: x,
+        "equal": torch.ones_like,
+        "zeros": torch.zeros_like,
+        "two values": lambda x: (x > 0.01).float(),
+        "close": lambda x: 1 + x * 1e-6,  # one leading digit for all
+        "fp64": lambda x: 1 + x.double() * 1e-13,
+    }[kind](torch.randn(37, 23, generator=generator).abs() * 0.02)
+    for direction, count in product(("bottom", "top", "hybrid"), (1, 2, 300, 850, 851)):
+        support = select_support(scores, count, direction, hybrid_beta=0.3)
+        assert torch.equal(support.long(), whole_tensor(scores, count, direction, 0.3)), (direction, count)
+
+
+@pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
+@pytest.mark.parametrize("share", [0.002, 0.4])
+@pytest.mark.parametrize("wanda", [False, True], ids=["magnitude", "wanda"])
+def test_a_layer_of_several_blocks_is_selected_by_rows(direction, share, wanda):
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(1511, 1409, generator=generator) * 0.02).bfloat16()
+    norm = torch.rand(1409, generator=generator) if wanda else None
+    count = int(weight.numel() * share)
+    support = select_by_rows(score_rows(weight, norm), weight.shape, count, direction, hybrid_beta=0.3)
+    scores = magnitude_score(weight) if norm is None else wanda_score(weight, norm)
+    assert torch.equal(support.long(), whole_tensor(scores, count, direction, 0.3))
+
+
+@pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
+def test_no_scores_of_a_whole_layer_are_asked_for(direction, monkeypatch):
+    set_sizes(monkeypatch, 2**12, 2**8, 11)
+    scores, asked = torch.rand(1000, 64), []
+
+    def rows(start, stop):
+        asked.append(stop - start)
+        return scores[start:stop]
+
+    select_by_rows(rows, scores.shape, 3000, direction)
+    assert max(asked) == 64
 
 
 @pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -384,6 +385,55 @@ def test_the_table_at_start_has_the_exact_total(settings, train, monkeypatch):
     assert "2 × q_proj" in table
     assert "wanda-bottom" in table
     assert re.search(r"Calibration: 4 × 64 tokens of \S+text\.txt \(seed 0\), model \S+: \d+\.\d s", table)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_logs_say_what_the_run_costs(settings, train, monkeypatch, packed):
+    from axolotl.core.trainers.base import AxolotlTrainer
+
+    steps = []  # (tokens that are no padding, seconds) of each
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        start = time.perf_counter()
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        result = original(self, model, inputs, *args, **kwargs)
+        steps.append((int((mask != 0).sum()), time.perf_counter() - start))
+        return result
+
+    original = AxolotlTrainer.training_step
+    monkeypatch.setattr(AxolotlTrainer, "training_step", training_step)
+    packing = {"sample_packing": True, "eval_sample_packing": False, "pad_to_sequence_len": True} if packed else {}
+    # An evaluation and a slow save after every step, a log after every second one: four micro-batches.
+    changes = {"logging_steps": 2, "eval_steps": 1, "save_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    mapping = settings(**changes, **packing)
+
+    slept = []
+
+    class SlowSave(TrainerCallback):
+        def on_save(self, *args, **kwargs):
+            slept.append(time.sleep(0.5))
+
+    with monkeypatch.context() as patch:
+        add = SupertunePlugin.add_callbacks_post_trainer
+        patch.setattr(SupertunePlugin, "add_callbacks_post_trainer", lambda *args: [SlowSave(), *add(*args)])
+        trainer = train(mapping)
+    assert len(slept) == 4
+
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    for at, entry in enumerate(logs):
+        tokens, seconds = (sum(column) for column in zip(*steps[4 * at : 4 * at + 4], strict=True))
+        rate = entry["supertune/tokens_per_second"]
+        assert 0 < rate < tokens / seconds * 1.0001
+        if at:  # the first steps may load code
+            assert rate > tokens / (seconds + 0.5), "a save counted as training"
+        assert "supertune/peak_memory_gib" not in entry, "there is no CUDA memory here"
+    saved = adapter_of(mapping)
+    first, second = logs
+    assert first["supertune/adapter_mib"] == pytest.approx(sum(t.nbytes for t in saved.values()) / 2**20, rel=1e-4)
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert first["supertune/trainable_parameters"] == trained
+    assert not {"supertune/adapter_mib", "supertune/trainable_parameters"} & set(second)
 
 
 def test_the_adapter_config_says_what_was_done(settings, train):

@@ -1,0 +1,103 @@
+"""The methods that are compared: each turns a model into one that trains what the method trains."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from ..budget import layer_budget
+from ..calibration import ActivationNorms, default_layers
+from ..scores import magnitude_score
+from ..support import select_support
+from ..tuner import SupraConfig
+from .job import Job
+
+
+class PaperLinear(nn.Module):
+    """The paper's sparse layer in plain autograd, which is its cost: W + M⊙U is a second dense weight, kept until
+    backward; backward makes the whole gradient of it and gathers the support's entries.
+
+    Shape: x (..., b) → (..., c). `values` (s,) is fp32 (fp64 for an fp64 base), `indices` (s,) are flat.
+    """
+
+    indices: Tensor
+
+    def __init__(self, base: nn.Linear, indices: Tensor) -> None:
+        super().__init__()
+        self.base = base
+        dtype = torch.promote_types(base.weight.dtype, torch.float32)
+        self.values = nn.Parameter(torch.zeros(indices.numel(), dtype=dtype, device=indices.device))
+        self.register_buffer("indices", indices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.base.weight
+        flat = weight.flatten().index_add(0, self.indices, self.values.to(weight.dtype))
+        return F.linear(x, flat.view_as(weight), self.base.bias)
+
+
+def apply_method(model: nn.Module, job: Job, norms: ActivationNorms | None = None) -> nn.Module:
+    """Freeze and adapt `model` in place as `job.method` says; the adapted layers are all linear ones but the head.
+
+    Args:
+        norms: activation norms, for `super-wanda`.
+
+    Returns:
+        The model to train, which may be a wrapper.
+
+    Raises:
+        AttributeError: this PEFT lacks the method.
+        ValueError: unknown method, or r0 gives a layer more parameters than it has weights.
+    """
+    targets = sorted({name.rpartition(".")[2] for name in default_layers(model)})
+    common: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM"}
+    if job.method == "full":
+        return model.requires_grad_(True)
+    model.requires_grad_(False)
+    match job.method:
+        case "floor":
+            embeddings: Any = model.get_input_embeddings()  # type: ignore[operator] # a transformers model has it
+            embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_())
+            return model
+        case "paper":
+            _use_paper_layers(model, job.r0)
+            return model
+        case "super" | "super-wanda" | "supra":
+            config: Any = SupraConfig(
+                r0=job.r0,
+                supra_lambda=job.supra_lambda if job.method == "supra" else 0.0,
+                mask_score="wanda" if job.method == "super-wanda" else "magnitude",
+                activation_norms=norms,
+                lora_dropout=job.lora_dropout,
+                **common,
+            )
+            return get_peft_model(model, config)
+        case "lora":
+            config = LoraConfig(r=job.r0, lora_alpha=16, lora_dropout=job.lora_dropout, **common)
+            return get_peft_model(model, config)
+        case "lora-bf16":
+            config = LoraConfig(r=job.r0, lora_alpha=16, lora_dropout=0.0, **common)
+            return get_peft_model(model, config, autocast_adapter_dtype=False)
+        case "peft-supertuning":
+            from peft import SupertuningConfig
+
+            # One density for all layers: the budget's sum, not its share in every layer.
+            layers: list[Any] = [model.get_submodule(name) for name in default_layers(model)]
+            budget = sum(job.r0 * (layer.out_features + layer.in_features) for layer in layers)
+            density = budget / sum(layer.weight.numel() for layer in layers)
+            return get_peft_model(model, SupertuningConfig(sparsity=1 - density, select_top=False, **common))
+        case "peft-shira":
+            from peft import ShiraConfig
+
+            return get_peft_model(model, ShiraConfig(r=job.r0, random_seed=0, **common))
+    raise ValueError(f"method {job.method!r} is unknown.")
+
+
+def _use_paper_layers(model: nn.Module, r0: int) -> None:
+    for name in default_layers(model):
+        base: Any = model.get_submodule(name)
+        budget = layer_budget(base.out_features, base.in_features, supra_lambda=0.0, r0=r0, layer=name)
+        indices = select_support(magnitude_score(base.weight, layer=name), budget.sparse_count, "bottom")
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, PaperLinear(base, indices))

@@ -1,0 +1,107 @@
+"""Which implementation computes a layer: the Triton kernels where they can, else the reference, never in silence."""
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .reference import LowRank, Sparse
+
+VARIABLE = "SUPERTUNE_KERNELS"
+_CHOICES = ("auto", "triton", "reference")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_RANK = 128
+_told: set[str] = set()
+
+
+def requested() -> str:
+    """What SUPERTUNE_KERNELS asks for: `auto` (default), `triton` or `reference`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    asked = os.environ.get(VARIABLE, "auto") or "auto"
+    if asked not in _CHOICES:
+        raise ValueError(f"{VARIABLE}={asked} is not one of {', '.join(_CHOICES)}.")
+    return asked
+
+
+def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels do not run on this device with this dtype, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype not in _DTYPES:
+        return f"the kernels compute in fp16, bf16 or fp32, not {dtype}"
+    if device.type == "cuda":
+        oldest = (8, 0) if dtype == torch.bfloat16 else (7, 0)
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) < oldest:
+            return f"{dtype} needs a GPU of compute capability {oldest[0]}.{oldest[1]} or newer"
+        return None
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and requested() == "triton":
+        return None
+    return f"they run on CUDA devices, not on {device.type}"
+
+
+def takes_kernels(
+    x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank], *, layer: str
+) -> bool:
+    """Whether a layer with these active parts is computed by the Triton kernels.
+
+    Raises:
+        RuntimeError: SUPERTUNE_KERNELS=triton and it cannot be.
+
+    Warns:
+        UserWarning: once per reason, where a CUDA device takes the reference path without having been asked to.
+    """
+    asked = requested()
+    if asked == "reference":
+        return False
+    reason = _obstacle(x, weight, sparse, low_rank)
+    if reason is None:
+        return True
+    if asked == "triton":
+        raise RuntimeError(f"{layer}: {VARIABLE}=triton, but the Triton kernels cannot compute this layer: {reason}.")
+    if x.device.type == "cuda" and x.numel() and reason not in _told:
+        _told.add(reason)
+        warnings.warn(f"{layer}: computed by the slower reference path: {reason}.", stacklevel=3)
+    return False
+
+
+def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of the products: autocast's, or the weight's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def _obstacle(x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]) -> str | None:
+    # The cheap questions first: this is asked in every forward of every layer.
+    if x.device != weight.device:
+        return f"the input is on {x.device} and the weight on {weight.device}"
+    if weight.requires_grad:
+        return "its weight is trainable"
+    if len(sparse) > 1 or len(low_rank) > 1:
+        return "several adapters are active at once"
+    if low_rank and low_rank[0].L.shape[1] > _MAX_RANK:
+        return f"rank {low_rank[0].L.shape[1]} is above {_MAX_RANK}"
+    if not weight.is_contiguous() or type(weight) not in (nn.Parameter, Tensor):
+        return f"its weight is no plain contiguous tensor ({type(weight).__name__})"
+    if weight.dtype not in _DTYPES:
+        return f"its weight is {weight.dtype}"
+    if min(weight.shape) == 1:
+        return f"a layer of shape {tuple(weight.shape)} is left to it"
+    if x.numel() == 0:
+        return "the input is empty"
+    return _device_obstacle(x.device, compute_dtype(x, weight), requested())
+
+
+_known: dict[tuple[torch.device, torch.dtype, str], str | None] = {}
+
+
+def _device_obstacle(device: torch.device, dtype: torch.dtype, asked: str) -> str | None:
+    key = (device, dtype, asked)
+    if key not in _known:
+        _known[key] = device_obstacle(device, dtype)
+    return _known[key]

@@ -1,0 +1,202 @@
+"""The effective weight W + M⊙U kept in the base weight itself, W's own bits beside it, for all layers in one launch.
+
+Writing s entries takes microseconds where a second copy of the weight takes its memory and two passes over it. The
+price is that a base weight is not itself while an adapter is written in: whoever reads it must `restore` first, and
+what is restored are the very bits that were there.
+"""
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .kernels import Plan
+
+
+class Entry:
+    """One layer with one adapter: what is written into its weight, and the copies of L and R that the kernels read.
+
+    Args:
+        weight: (c, b), contiguous, not trained.
+        values, plan: U (s,) and its support, or None.
+        L, R: (c, r), (r, b), or None; γ = `scaling`.
+        dtype: what the layer computes in; the copies of L and R are of it, γ multiplied into L.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        values: Tensor | None,
+        plan: Plan | None,
+        L: Tensor | None,
+        R: Tensor | None,
+        scaling: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.weight, self.values, self.plan = weight, values, plan
+        self.L, self.R, self.scaling, self.dtype = L, R, scaling, dtype
+        self.written = False
+        self.fresh = False
+        self.saved: Tensor | None = None
+        self._alone: _Tables | None = None
+        self._address = 0
+        self._versions: tuple[int, ...] = ()
+        # (γ·Lᵀ, R) as the kernels read them: (r', c), (r', b).
+        self.packed: tuple[Tensor, Tensor] | None = None
+        if L is not None and R is not None:
+            rank = kernels.padded_rank(R.shape[0])
+            left, right = (torch.empty((rank, size), dtype=dtype, device=R.device) for size in weight.shape)
+            self.packed = left, right
+
+    def is_of(self, *operands: Any) -> bool:
+        """Whether this entry was made of these very objects, in the order of the constructor."""
+        mine = (self.weight, self.values, self.plan, self.L, self.R, self.scaling, self.dtype)
+        return all(one is other for one, other in zip(mine[:5], operands[:5], strict=True)) and mine[5:] == operands[5:]
+
+    def ensure(self) -> None:
+        """Write again if the weight was restored since: for a backward after which nothing was trained."""
+        if not self.written:
+            self._write_alone()
+
+    def restore(self) -> None:
+        """Put W's bits back; nothing if nothing is written, or if another tensor was put in the weight's place."""
+        if self.written and self.plan is not None and self.weight.data_ptr() == self._address:
+            assert self.saved is not None
+            kernels.restore_support(self.weight.detach(), self.plan.indices, self.saved)
+        self.written = self.fresh = False
+
+    def _write_alone(self) -> None:
+        self.prepare()
+        if self._alone is None or not self._alone.are_of([self]):
+            self._alone = _Tables([self])
+        self._alone.run()
+
+    def prepare(self) -> None:
+        """Save W on the support before the first write."""
+        moved = self.weight.data_ptr() != self._address
+        if self.plan is not None and (moved or not self.written):
+            # If another tensor was put in the weight's place, what it holds is W.
+            flat = self.weight.detach().view(-1)
+            self.saved = torch.index_select(flat, 0, self.plan.indices, out=None if moved else self.saved)
+        self._address = self.weight.data_ptr()
+
+    def note_written(self) -> None:
+        """After a write: remember of which U, L and R."""
+        self.written = True
+        self._versions = self._current_versions()
+
+    def is_current(self) -> bool:
+        """Whether U, L and R are, as far as autograd's counters tell, what was written."""
+        return self._versions == self._current_versions() and self.weight.data_ptr() == self._address
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where everything lies that a table names."""
+        tensors = (self.weight, self.values, self.saved, self.L, self.R)
+        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+    def _current_versions(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in (self.values, self.L, self.R) if tensor is not None)
+
+
+class Sweep:
+    """All layers of a model, written together: the first layer of a forward writes for those after it.
+
+    A layer takes what is written once; when it asks again, everything is written anew: an optimizer may have changed U,
+    L and R without a trace in autograd's version counters. The writes pass by the counters of W, so that a second
+    forward before the first one's backward is no error: it writes the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._counter = itertools.count()
+        self._tables: dict[Any, _Tables] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Sweep":
+        return Sweep()
+
+    def __reduce__(self) -> Any:
+        return Sweep, ()
+
+    def add(self, entry: Entry) -> Entry:
+        """Take part from now on."""
+        self._entries[next(self._counter)] = entry
+        return entry
+
+    def refresh(self, entry: Entry) -> None:
+        """Make the weight and the copies of `entry` current."""
+        if entry.fresh and entry.is_current():
+            entry.fresh = False
+        elif entry.fresh or not entry.written:
+            entry._write_alone()
+            entry.fresh = False
+        else:
+            self._run()
+            entry.fresh = False
+
+    def _run(self) -> None:
+        groups: dict[Any, list[Entry]] = {}
+        for entry in self._entries.values():
+            if entry.written:
+                key = (entry.weight.device, entry.weight.dtype, entry.dtype, _dtype(entry.values), _dtype(entry.L))
+                key += (None if entry.plan is None else entry.plan.indices.dtype,)
+                key += (None if entry.packed is None else entry.packed[0].shape[0],)
+                groups.setdefault(key, []).append(entry)
+        for key, entries in groups.items():
+            for entry in entries:
+                entry.prepare()
+            tables = self._tables.get(key)
+            if tables is None or not tables.are_of(entries):
+                tables = self._tables[key] = _Tables(entries)
+            tables.run()
+            for entry in entries:
+                entry.fresh = True
+        self._tables = {key: tables for key, tables in self._tables.items() if key in groups}
+
+
+class _Tables:
+    """The device tables of some entries of one kind."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self._entries = [weakref.ref(entry) for entry in entries]
+        self._addresses = [entry.addresses() for entry in entries]
+        self._write = self._pack = None
+        writes = [
+            (entry.weight, entry.plan.indices, entry.values, entry.saved)
+            for entry in entries
+            if entry.plan is not None and entry.values is not None and entry.saved is not None
+        ]
+        if writes:
+            self._write = kernels.write_table(writes)
+        packs = []
+        for entry in entries:
+            if entry.L is not None and entry.R is not None and entry.packed is not None:
+                packs.append((entry.L.detach().t(), entry.scaling, entry.packed[0]))
+                packs.append((entry.R.detach(), 1.0, entry.packed[1]))
+        if packs:
+            self._pack = kernels.pack_table(packs)
+
+    def are_of(self, entries: list[Entry]) -> bool:
+        """Whether these tables name these entries, where they are now."""
+        return (
+            len(entries) == len(self._entries)
+            and all(ref() is entry for ref, entry in zip(self._entries, entries, strict=True))
+            and all(entry.addresses() == old for entry, old in zip(entries, self._addresses, strict=True))
+        )
+
+    def run(self) -> None:
+        """Write and copy anew."""
+        if self._write is not None:
+            kernels.write_supports(self._write)
+        if self._pack is not None:
+            kernels.pack_factors(self._pack)
+        for ref in self._entries:
+            entry = ref()
+            if entry is not None:
+                entry.note_written()
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype

@@ -1,0 +1,147 @@
+"""Adapted layers that read one input, computed together: q, k and v; gate and up; a whole gated MLP.
+
+One pass over the shared input serves the low-rank parts of all, one transposed copy their sampled products, and the
+gradient of the input is summed inside the matrix products. A model's own code stays as it is: the first layer that is
+called computes its siblings too, and they hand out what is there when they are called with the very same tensor.
+"""
+
+import copy
+import importlib.util
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.choice import requested
+from .layer import SupraLinear
+
+_SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_MLP_SOURCES = {
+    "defforward(self,x):down_proj=self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))returndown_proj",
+    "defforward(self,x):returnself.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))",
+}
+# A model that calls a sibling with another input gains nothing here: after so many times in a row it is left alone.
+_PATIENCE = 3
+
+
+class SharedInput:
+    """Siblings of one module that are usually called one after another on the same tensor."""
+
+    def __init__(self, members: list[SupraLinear]) -> None:
+        self._members = members
+        self._x: Tensor | None = None
+        self._key: Any = None
+        self._outputs: dict[int, Tensor] = {}
+        self._misses = 0
+
+    def output(self, layer: SupraLinear, x: Tensor) -> Tensor | None:
+        """y of `layer`, or None if it is to be computed alone."""
+        at = next(at for at, member in enumerate(self._members) if member is layer)
+        key = _key(x)
+        if self._outputs and self._x is x and self._key == key and at in self._outputs:
+            y = self._outputs.pop(at)
+            if not self._outputs:
+                self._x, self._misses = None, 0
+            return y
+        if self._outputs:
+            self._outputs, self._x = {}, None
+            self._misses += 1
+            if self._misses >= _PATIENCE:
+                self.dissolve()
+                return None
+        if at != 0:
+            return None
+        layers = [member.kernel_layer(x) for member in self._members]
+        if any(each is None for each in layers):
+            return None
+        from ..ops.fused import linear_group
+
+        y, *others = linear_group(x, [each for each in layers if each is not None])
+        self._x, self._key, self._outputs = x, key, dict(enumerate(others, start=1))
+        return y
+
+    def dissolve(self) -> None:
+        """Let every member compute alone from now on."""
+        for member in self._members:
+            member.shared_input = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedInput":
+        return SharedInput([copy.deepcopy(member, memo) for member in self._members])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_members": self._members, "_x": None, "_key": None, "_outputs": {}, "_misses": 0}
+
+
+def share_work(model: nn.Module) -> None:
+    """Write all adapted layers of `model` together, group siblings, and fuse gated MLPs that are adapted throughout."""
+    if requested() == "reference" or importlib.util.find_spec("triton") is None:
+        return
+    from ..ops.inplace import Sweep
+
+    layers = [module for module in model.modules() if isinstance(module, SupraLinear)]
+    sweep = next((layer.sweep for layer in layers if layer.sweep is not None), None) or Sweep()
+    for layer in layers:
+        layer.sweep = sweep
+    for parent in model.modules():
+        children = parent._modules
+        for names in _SHARED_INPUT:
+            members = [child for name in names if isinstance(child := children.get(name), SupraLinear)]
+            if len(members) == len(names) and all(member.shared_input is None for member in members):
+                group = SharedInput(members)
+                for member in members:
+                    member.shared_input = group
+        if is_gated_mlp(parent):
+            parent.forward = types.MethodType(_mlp_forward, parent)  # type: ignore[method-assign]
+
+
+def unshare_work(model: nn.Module) -> None:
+    """Undo `share_work`: before the adapted layers are taken out."""
+    for module in model.modules():
+        if isinstance(module, SupraLinear):
+            module.shared_input = None
+        own = vars(module).get("forward")
+        if isinstance(own, types.MethodType) and own.__func__ is _mlp_forward:
+            del module.forward
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether a module is down(silu(gate(x))·up(x)) in so many words, with all three layers adapted."""
+    layers = [module._modules.get(name) for name in _MLP]
+    if not all(isinstance(layer, SupraLinear) for layer in layers) or "forward" in vars(module):
+        return False
+    act: Any = getattr(module, "act_fn", None)
+    if not (isinstance(act, nn.SiLU) or type(act).__name__ in ("SiLUActivation",) or act is nn.functional.silu):
+        return False
+    try:
+        source = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return False
+    return "".join(source.split()) in _MLP_SOURCES
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    layers = [self._modules.get(name) for name in _MLP]
+    plain = all(isinstance(layer, SupraLinear) and not _hooked(layer) for layer in layers)
+    if plain:
+        gate, up, down = layers
+        parts = [gate.kernel_layer(x), up.kernel_layer(x)]
+        # The inner activation has x's device and dtype class; only its width differs.
+        parts.append(down.kernel_layer(x) if None not in parts else None)
+        if None not in parts:
+            from ..ops.fused import gated_mlp
+
+            return gated_mlp(x, *parts)
+    return type(self).forward(self, x)
+
+
+def _hooked(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+def _key(x: Tensor) -> tuple[Any, ...]:
+    kind = x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.is_grad_enabled(), autocast, None if x.is_inference() else x._version
