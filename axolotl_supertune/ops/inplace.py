@@ -43,7 +43,7 @@ class Entry:
         self.saved: Tensor | None = None
         self._alone: _Tables | None = None
         self._address = 0
-        self._versions: tuple[int, ...] = ()
+        self._versions: tuple[tuple[Tensor, int], ...] = ()
         # (γ·Lᵀ, R) as the kernels read them: (r', c), (r', b).
         self.packed: tuple[Tensor, Tensor] | None = None
         if L is not None and R is not None:
@@ -57,15 +57,23 @@ class Entry:
         return all(one is other for one, other in zip(mine[:5], operands[:5], strict=True)) and mine[5:] == operands[5:]
 
     def ensure(self) -> None:
-        """Write again if the weight was restored since: for a backward after which nothing was trained."""
+        """Before a backward: write again if the weight was restored since the forward.
+
+        Raises:
+            RuntimeError: U, L or R changed since then; the gradient would be that of another model.
+        """
         if not self.written:
             self._write_alone()
+        elif not self.is_current():
+            raise RuntimeError(
+                "an adapter's values were changed between a forward and its backward: call backward() before step()."
+            )
 
     def restore(self) -> None:
         """Put W's bits back; nothing if nothing is written, or if another tensor was put in the weight's place."""
         if self.written and self.plan is not None and self.weight.data_ptr() == self._address:
             assert self.saved is not None
-            kernels.restore_support(self.weight.detach(), self.plan.indices, self.saved)
+            self.weight.detach().view(-1)[self.plan.indices.long()] = self.saved
         self.written = self.fresh = False
 
     def _write_alone(self) -> None:
@@ -79,34 +87,37 @@ class Entry:
         moved = self.weight.data_ptr() != self._address
         if self.plan is not None and (moved or not self.written):
             # If another tensor was put in the weight's place, what it holds is W.
-            flat = self.weight.detach().view(-1)
-            self.saved = torch.index_select(flat, 0, self.plan.indices, out=None if moved else self.saved)
+            self.saved = torch.index_select(self.weight.detach().view(-1), 0, self.plan.indices)
+            # Whoever kept W for a backward of its own shall hear of it. Later writes put down the same bits again, or
+            # those of the next step, and pass by the counter.
+            torch.autograd.graph.increment_version(self.weight)
         self._address = self.weight.data_ptr()
 
     def note_written(self) -> None:
         """After a write: remember of which U, L and R."""
         self.written = True
-        self._versions = self._current_versions()
+        self._versions = tuple((each, each._version) for each in (self.values, self.L, self.R) if each is not None)
 
     def is_current(self) -> bool:
         """Whether U, L and R are, as far as autograd's counters tell, what was written."""
-        return self._versions == self._current_versions() and self.weight.data_ptr() == self._address
+        if self.weight.data_ptr() != self._address:
+            return False
+        for tensor, version in self._versions:  # noqa: SIM110 (a generator takes longer, and this is asked all the time)
+            if tensor._version != version:
+                return False
+        return True
 
     def addresses(self) -> tuple[int, ...]:
         """Where everything lies that a table names."""
         tensors = (self.weight, self.values, self.saved, self.L, self.R)
-        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-    def _current_versions(self) -> tuple[int, ...]:
-        return tuple(tensor._version for tensor in (self.values, self.L, self.R) if tensor is not None)
+        return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 class Sweep:
     """All layers of a model, written together: the first layer of a forward writes for those after it.
 
     A layer takes what is written once; when it asks again, everything is written anew: an optimizer may have changed U,
-    L and R without a trace in autograd's version counters. The writes pass by the counters of W, so that a second
-    forward before the first one's backward is no error: it writes the same bits.
+    L and R without a trace in autograd's version counters.
     """
 
     def __init__(self) -> None:

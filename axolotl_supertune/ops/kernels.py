@@ -1,4 +1,4 @@
-"""The Triton kernels of the fast path, each behind a function of plain tensors.
+"""The Triton kernels of the fast path, each behind a small class that binds what stays from step to step.
 
 Shapes: T tokens, b input and c output features, s entries of a support, r rank, r' the rank padded to what the matrix
 units take. All sums are fp32; no atomics, so the same inputs give the same bits. Layers that share an input share a
@@ -7,17 +7,18 @@ TRITON_INTERPRET=1 the same kernels run on CPU tensors.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import Call
 
 # Transposed operands are padded to a multiple of this many tokens, with zeros.
-_PAD = 64
+PAD = 64
 # Longer inputs are transposed and multiplied a piece at a time: the transposed copies stay small.
 TOKENS_AT_ONCE = 16384
 # Entries that one program of the sampled product computes, and tokens it reads at once.
@@ -69,21 +70,11 @@ def make_plan(indices: Tensor, shape: tuple[int, int]) -> Plan:
     return Plan(indices, None if order is None else order.int(), owner.int(), start.int(), by_row=by_row, shape=(c, b))
 
 
-def restore_support(weight: Tensor, indices: Tensor, saved: Tensor) -> None:
-    """W[support] ← W0: the bits that were there before."""
-    count = indices.numel()
-    if count:
-        launch(_restore, (triton.cdiv(count, 1024),), weight, indices, saved, count, 1024)
-
-
 class WriteTable(NamedTuple):
-    """Many layers' writes for one launch: rows of (weight, indices, values, saved, count), int64 addresses; which row
-    each block of entries belongs to, and each row's first block; one tensor of each kind, for its dtype."""
+    """Many layers' writes for one launch: which layer each block of entries belongs to, and the bound kernel."""
 
-    rows: Tensor
     owner: Tensor
-    first: Tensor
-    example: tuple[Tensor, Tensor, Tensor]
+    call: Call
 
 
 _WRITE_BLOCK = 1024
@@ -93,31 +84,29 @@ def write_table(layers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Writ
     """Table of (weight, indices, values, saved) of layers on one device and of the same dtypes."""
     device = layers[0][0].device
     rows = [[*(tensor.data_ptr() for tensor in layer), layer[1].numel()] for layer in layers]
-    blocks = torch.tensor([triton.cdiv(row[4], _WRITE_BLOCK) for row in rows])
+    blocks = torch.tensor([-(-row[4] // _WRITE_BLOCK) for row in rows])
     owner = torch.repeat_interleave(torch.arange(len(rows)), blocks)
     table = torch.tensor(rows, dtype=torch.int64)
     first = blocks.cumsum(0) - blocks
-    weight, indices, values, _ = layers[0]
-    return WriteTable(
-        table.to(device), owner.int().to(device), first.int().to(device), (weight.detach(), indices, values.detach())
-    )
+    owner = owner.int().to(device)
+    # Of each kind of tensor one is named, for its dtype; the addresses of all are in the table.
+    example = [tensor.detach() for tensor in layers[0][:3]]
+    bound = (*example, table.to(device), owner, first.int().to(device))
+    return WriteTable(owner, Call(_write, bound, (_WRITE_BLOCK,), device))
 
 
 def write_supports(table: WriteTable) -> None:
     """W[support] ← round(W0 + U) for every row, in place and past autograd's version counters; W0 is `saved`."""
     blocks = table.owner.numel()
     if blocks:
-        launch(_write, (blocks,), *table.example, table.rows, table.owner, table.first, _WRITE_BLOCK)
+        table.call((blocks, 1, 1))
 
 
 class PackTable(NamedTuple):
-    """Many thin factors' copies for one launch: rows of (source, copy, r, n, strides), and a scale each."""
+    """Many thin factors' copies for one launch: which factor each block belongs to, and the bound kernel."""
 
-    rows: Tensor
-    scales: Tensor
     owner: Tensor
-    first: Tensor
-    example: tuple[Tensor, Tensor]
+    call: Call
 
 
 _PACK_BLOCK = 256
@@ -130,21 +119,19 @@ def pack_table(factors: Sequence[tuple[Tensor, float, Tensor]]) -> PackTable:
     """
     device = factors[0][0].device
     rows = [[factor.data_ptr(), copy.data_ptr(), *factor.shape, *factor.stride()] for factor, _, copy in factors]
-    blocks = torch.tensor([triton.cdiv(row[3], _PACK_BLOCK) for row in rows])
+    blocks = torch.tensor([-(-row[3] // _PACK_BLOCK) for row in rows])
     owner = torch.repeat_interleave(torch.arange(len(rows)), blocks)
-    return PackTable(
-        torch.tensor(rows, dtype=torch.int64).to(device),
-        torch.tensor([scale for _, scale, _ in factors], dtype=torch.float32).to(device),
-        owner.int().to(device),
-        (blocks.cumsum(0) - blocks).int().to(device),
-        (factors[0][0], factors[0][2]),
-    )
+    owner = owner.int().to(device)
+    scales = torch.tensor([scale for _, scale, _ in factors], dtype=torch.float32).to(device)
+    first = (blocks.cumsum(0) - blocks).int().to(device)
+    factor, _, copy = factors[0]
+    bound = (factor, copy, torch.tensor(rows, dtype=torch.int64).to(device), scales, owner, first)
+    return PackTable(owner, Call(_pack, bound, (copy.shape[0], _PACK_BLOCK), device))
 
 
 def pack_factors(table: PackTable) -> None:
     """Fill every copy of the table anew: scale·F below the true rank, zeros above."""
-    args = (*table.example, table.rows, table.scales, table.owner, table.first)
-    launch(_pack, (table.owner.numel(),), *args, table.example[1].shape[0], _PACK_BLOCK)
+    table.call((table.owner.numel(), 1, 1))
 
 
 def padded_rank(rank: int) -> int:
@@ -152,237 +139,257 @@ def padded_rank(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))
 
 
-def transpose(*tensors: Tensor) -> list[Tensor]:
-    """Up to four (T, n), contiguous → (n, T rounded up), zeros behind T."""
-    tokens = tensors[0].shape[0]
-    padded = triton.cdiv(tokens, _PAD) * _PAD
-    outs = [torch.empty((x.shape[1], padded), dtype=x.dtype, device=x.device) for x in tensors]
-    blocks = [triton.cdiv(x.shape[1], 64) for x in tensors]
-    ends = [sum(blocks[: at + 1]) for at in range(len(blocks))]
-    xs, ys = _filled(tensors, 4), _filled(outs, 4)
-    widths, ends = _filled([x.shape[1] for x in tensors], 4), _filled(ends, 4)
-    grid = (triton.cdiv(padded, 64), ends[-1])
-    launch(_transpose, grid, *xs, *ys, *widths, *ends[:3], tokens, padded, len(tensors), 64, 64)
-    return outs
-
-
-class Product(NamedTuple):
-    """One sampled product: dyᵀ (c, T') and xᵀ (b, T') of `transpose`, a plan, and where the result goes: (s,) fp32."""
-
-    dy_t: Tensor
-    x_t: Tensor
-    plan: Plan
-    out: Tensor
-
-
-def sampled_products(products: Sequence[Product], *, add: bool = False) -> None:
-    """out[e] (+)= Σ_t dy[t, i]·x[t, j] for every entry e = (i, j) of each support: M ⊙ (dyᵀx), never dense.
-
-    Args:
-        products: one to three, with the same T'.
-        add: add to `out` instead of overwriting it.
-    """
-    products = [each for each in products if each.plan.owner.numel()]
-    if not products:
-        return
-    ends, total, args = [], 0, []
-    for dy_t, x_t, plan, out in products:
-        total += plan.owner.numel()
-        ends.append(total)
-        own, other = (dy_t, x_t) if plan.by_row else (x_t, dy_t)
-        order = plan.owner if plan.order is None else plan.order
-        args.append((own, other, plan.indices, order, plan.owner, plan.start, out, plan.shape[1], int(plan.by_row)))
-    flat = [value for part in _filled(args, MAX_PARTS) for value in part]
-    padded = products[0].x_t.shape[1]
-    numbers = (*_filled(ends, MAX_PARTS)[:2], padded, len(products), add, _CHUNK, _TOKENS)
-    launch(_sampled_product, (total,), *flat, *numbers, num_warps=1)
-
-
 def dropout_threshold(probability: float) -> int:
     """Of 65536 equally likely draws, how many drop; p is met to 1/131072."""
     return min(round(probability * _LEVELS), _LEVELS - 1)
 
 
-def narrow(
-    x: Tensor, factors: Sequence[Tensor], threshold: int = 0, seed: Tensor | None = None, stream: int = 0
+class Transpose:
+    """Up to four (T, n_k), contiguous → (n_k, T rounded up), zeros behind T, in one launch."""
+
+    def __init__(self, widths: Sequence[int], device: torch.device) -> None:
+        self._widths = list(widths)
+        ends = _filled(_ends(widths, 64), 4)
+        self._blocks = ends[-1]
+        self._fill = 4 - len(widths)
+        self._call = Call(_transpose, (*_filled(widths, 4), *ends[:3]), (len(widths), 64, 64), device)
+
+    def __call__(self, *xs: Tensor) -> list[Tensor]:
+        tokens = xs[0].shape[0]
+        blocks = -(-tokens // PAD)
+        outs = [x.new_empty((width, blocks * PAD)) for x, width in zip(xs, self._widths, strict=True)]
+        xs = (*xs, *(xs[-1:] * self._fill))
+        self._call((blocks, self._blocks, 1), *xs, *outs, *(outs[-1:] * self._fill), tokens, blocks)
+        return outs
+
+
+class SampledProducts:
+    """dU[e] = Σ_t dy[t, i]·x[t, j] for every entry e = (i, j) of one to three supports: M ⊙ (dyᵀx), never dense."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._plans = list(plans)
+        self._sizes = [plan.indices.numel() for plan in plans]
+        device = plans[0].indices.device
+        ends = _filled(list(accumulate(plan.owner.numel() for plan in plans)), MAX_PARTS)
+        self._chunks = ends[-1]
+        self._fill = MAX_PARTS - len(plans)
+        tables: list[Any] = []
+        for plan in _filled(self._plans, MAX_PARTS):
+            order = plan.owner if plan.order is None else plan.order
+            tables += (plan.indices, order, plan.owner, plan.start, plan.shape[1], int(plan.by_row))
+        self._calls = {
+            add: Call(_sampled_product, (*tables, *ends[:2]), (len(plans), add, _CHUNK, _TOKENS), device, num_warps=1)
+            for add in (False, True)
+        }
+
+    def new(self) -> Sequence[Tensor]:
+        """Room for the results: (s_k,) fp32 each."""
+        device = self._plans[0].indices.device
+        return torch.empty(sum(self._sizes), dtype=torch.float32, device=device).split_with_sizes(self._sizes)
+
+    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]], outs: Sequence[Tensor], *, add: bool = False) -> None:
+        """Fill `outs`, or add to them, from (dyᵀ (c, T'), xᵀ (b, T')) of each part, as `Transpose` gives them."""
+        operands: list[Tensor] = []
+        for (dy_t, x_t), plan, out in zip(pairs, self._plans, outs, strict=True):
+            operands += (dy_t, x_t, out) if plan.by_row else (x_t, dy_t, out)
+        operands += operands[-3:] * self._fill
+        self._calls[add]((self._chunks, 1, 1), *operands, pairs[0][1].shape[1] // PAD)
+
+
+class Narrow:
+    """γ·dropout(x)·Fᵀ of one to three packed factors (r', b), in one pass over x; factor k drops by stream + k."""
+
+    def __init__(self, factors: Sequence[Tensor], threshold: int, stream: int) -> None:
+        self._rank, width = factors[0].shape
+        self._columns = len(factors) * self._rank
+        bound = (*_filled(factors, MAX_PARTS), width, threshold, stream)
+        constants = (len(factors), threshold > 0, self._rank, 16, 128)
+        stages = 4 if factors[0].element_size() == 2 else 1
+        self._call = Call(_narrow, bound, constants, factors[0].device, num_stages=stages)
+
+    def __call__(self, x: Tensor, seed: int) -> Tensor:
+        """(T, b) → (T, k·r') in x's dtype."""
+        tokens = x.shape[0]
+        out = x.new_empty((tokens, self._columns))
+        self._call((-(-tokens // 16), 1, 1), x, out, tokens, seed)
+        return out
+
+
+class NarrowEach:
+    """dy_k·F_kᵀ of one to three dy_k (T, c_k) with a packed factor (r', c_k) each, in one launch."""
+
+    def __init__(self, factors: Sequence[Tensor]) -> None:
+        self._parts, self._rank = len(factors), factors[0].shape[0]
+        self._fill = MAX_PARTS - self._parts
+        bound = (*_filled(factors, MAX_PARTS), *_filled([factor.shape[1] for factor in factors], MAX_PARTS))
+        constants = (self._parts, self._rank, 32, 128)
+        stages = 4 if factors[0].element_size() == 2 else 1
+        self._call = Call(_narrow_each, bound, constants, factors[0].device, num_stages=stages)
+
+    def __call__(self, dys: Sequence[Tensor]) -> Tensor:
+        """(T, k·r')."""
+        tokens = dys[0].shape[0]
+        out = dys[0].new_empty((tokens, self._parts * self._rank))
+        self._call((-(-tokens // 32), self._parts, 1), *dys, *(dys[-1:] * self._fill), out, tokens)
+        return out
+
+
+class Widen:
+    """inner_k·F_k + bias_k: (T, k·r') with packed factors (r', c_k) → (T, c_k) each, in one launch."""
+
+    def __init__(self, factors: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._widths = [factor.shape[1] for factor in factors]
+        self._fill = MAX_PARTS - len(factors)
+        ends = _filled(_ends(self._widths, 128), MAX_PARTS)
+        self._blocks = ends[-1]
+        places = [factor if bias is None else bias for factor, bias in zip(factors, biases, strict=True)]
+        present = [int(bias is not None) for bias in biases]
+        bound = [*_filled(factors, MAX_PARTS), *_filled(places, MAX_PARTS), *_filled(self._widths, MAX_PARTS)]
+        bound += (*_filled(present, MAX_PARTS), *ends[:2])
+        constants = (len(factors), factors[0].shape[0], 64, 128)
+        self._call = Call(_widen, tuple(bound), constants, factors[0].device)
+
+    def __call__(self, inner: Tensor) -> list[Tensor]:
+        tokens = inner.shape[0]
+        outs = [inner.new_empty((tokens, width)) for width in self._widths]
+        self._call((self._blocks, -(-tokens // 64), 1), inner, *outs, *(outs[-1:] * self._fill), tokens)
+        return outs
+
+
+class ThinGradients:
+    """dL and dR of one to three layers that share x, and what passes through them to x.
+
+    dL_k = γ·dy_kᵀ·inner_k and dR_k = d_inner_kᵀ·dropout(x), summed over spans of tokens and then, in a fixed order,
+    over the spans; through: Σ_k mask_k ⊙ (d_inner_k·R_k)/(1-p).
+
+    Args:
+        rights: packed R (r', b) each.
+        widths, ranks, scales: c_k, r_k and γ_k.
+        threshold, stream: of the dropout, as `Narrow` had them.
+        dtype: of the gradients.
+    """
+
+    def __init__(
+        self,
+        rights: Sequence[Tensor],
+        widths: Sequence[int],
+        ranks: Sequence[int],
+        scales: Sequence[float],
+        threshold: int,
+        stream: int,
+        dtype: torch.dtype,
+    ) -> None:
+        parts, device = len(rights), rights[0].device
+        self._rank, self._b = rights[0].shape
+        self._parts, self._dtype, self._widths, self._ranks = parts, dtype, list(widths), list(ranks)
+        self._fill = MAX_PARTS - parts
+        bound = (*_filled(rights, MAX_PARTS), self._b, threshold, stream)
+        self._outer = {
+            through: Call(_outer, bound, (parts, threshold > 0, through, self._rank, 32, 64), device)
+            for through in (False, True)
+        }
+        ends = _filled(_ends(widths, 64), MAX_PARTS)
+        self._blocks_x, self._blocks_dy = -(-self._b // 64), ends[-1]
+        self._columns = sum(widths)
+        starts = [0, *accumulate(widths)][:parts]
+        each = (*_filled(widths, MAX_PARTS), *ends[:2], *_filled(starts, MAX_PARTS), self._columns)
+        self._outer_each = Call(_outer_each, each, (parts, self._rank, 32, 64), device)
+        reduced = (*_filled(widths, MAX_PARTS), *_filled(starts, MAX_PARTS), *_filled(list(ranks), MAX_PARTS))
+        reduced += (*_filled([float(scale) for scale in scales], MAX_PARTS), self._columns, self._b)
+        self._reduce = Call(_reduce, reduced, (parts, self._rank, 64), device, num_warps=2)
+        self._reduce_blocks = -(-max(self._b, *widths) // 64)
+        self._shapes = [(width, rank) for width, rank in zip(widths, ranks, strict=True)]
+        self._shapes += [(rank, self._b) for rank in ranks]
+
+    def __call__(
+        self, x: Tensor, dys: Sequence[Tensor], inner: Tensor, d_inner: Tensor, seed: int, *, through: bool
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """dL_k (c_k, r_k), dR_k (r_k, b), and (T, b) in x's dtype or None."""
+        tokens = x.shape[0]
+        sums_x, passed = self._sums_x(x, d_inner, seed, through=through)
+        splits, span = _splits(tokens, self._blocks_dy)
+        sums_dy = torch.empty((splits, self._rank, self._columns), dtype=torch.float32, device=x.device)
+        operands = (*dys, *(dys[-1:] * self._fill), inner, sums_dy)
+        self._outer_each((self._blocks_dy, splits, 1), *operands, tokens, span)
+        outs = [torch.empty(shape, dtype=self._dtype, device=x.device) for shape in self._shapes]
+        d_left, d_right = outs[: self._parts], outs[self._parts :]
+        places = (*d_left, *(d_left[-1:] * self._fill), *d_right, *(d_right[-1:] * self._fill))
+        grid = (self._reduce_blocks, 2 * self._parts, 1)
+        self._reduce(grid, sums_dy, sums_x, *places, splits, sums_x.shape[0])
+        return d_left, d_right, passed
+
+    def through(self, x: Tensor, d_inner: Tensor, seed: int) -> Tensor:
+        """Only what passes through to x: for layers of which nothing is trained."""
+        passed = self._sums_x(x, d_inner, seed, through=True)[1]
+        assert passed is not None
+        return passed
+
+    def _sums_x(self, x: Tensor, d_inner: Tensor, seed: int, *, through: bool) -> tuple[Tensor, Tensor | None]:
+        tokens = x.shape[0]
+        splits, span = _splits(tokens, self._blocks_x)
+        sums = torch.empty((splits, self._parts * self._rank, self._b), dtype=torch.float32, device=x.device)
+        passed = torch.empty_like(x) if through else None
+        operands = (x, d_inner, sums, x if passed is None else passed)
+        self._outer[through]((self._blocks_x, splits, 1), *operands, tokens, span, seed)
+        return sums, passed
+
+
+class Swiglu:
+    """silu(gate)·up with the roundings of the two eager operations, and its gradients; all (T, n), contiguous."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._width, self._blocks = width, -(-width // 64)
+        self._forward = Call(_swiglu, (width,), (2048,), device)
+        self._backward = {
+            transposed: Call(_swiglu_backward, (width,), (transposed, 64, 64), device, num_warps=8)
+            for transposed in (False, True)
+        }
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        out = torch.empty_like(gate)
+        self._forward((-(-gate.numel() // 2048), 1, 1), gate, up, out, gate.shape[0])
+        return out
+
+    def backward(self, dh: Tensor, gate: Tensor, up: Tensor, *, transposed: bool) -> list[Tensor]:
+        """d_gate and d_up; if `transposed`, also d_gateᵀ, d_upᵀ and the transposed product, as `Transpose` gives them.
+
+        One pass: the copies are free next to the three eager kernels that this replaces.
+        """
+        tokens = gate.shape[0]
+        blocks = -(-tokens // PAD)
+        outs = [torch.empty_like(gate), torch.empty_like(gate)]
+        outs += [gate.new_empty((self._width, blocks * PAD)) for _ in range(3)] if transposed else []
+        places = outs if transposed else (*outs, gate, gate, gate)
+        self._backward[transposed]((blocks, self._blocks, 1), dh, gate, up, *places, tokens, blocks)
+        return outs
+
+
+def dropout_mask(
+    seed: int, shape: tuple[int, int], probability: float, device: torch.device, stream: int = 0
 ) -> Tensor:
-    """dropout(x)·Fᵀ of one to three packed factors in one pass over x; factor k drops by stream + k.
-
-    Args:
-        x: (T, n), contiguous.
-        factors: (r', n) each.
-        threshold, seed, stream: of the dropout; seed (1,) int64.
-
-    Returns:
-        (T, k·r') in x's dtype.
-    """
-    tokens, width = x.shape
-    rank = factors[0].shape[0]
-    out = torch.empty((tokens, len(factors) * rank), dtype=x.dtype, device=x.device)
-    drop = threshold > 0
-    numbers = (tokens, width, threshold, stream, len(factors), drop, rank, 16, 256)
-    args = (x, x if seed is None else seed, out, *_filled(factors, MAX_PARTS), *numbers)
-    launch(_narrow, (triton.cdiv(tokens, 16),), *args, num_warps=8, num_stages=3 if x.element_size() == 2 else 1)
-    return out
-
-
-def narrow_each(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
-    """x_k·F_kᵀ of one to three inputs (T, n_k) with a packed factor (r', n_k) each: (T, k·r')."""
-    tokens = xs[0].shape[0]
-    rank = factors[0].shape[0]
-    out = torch.empty((tokens, len(xs) * rank), dtype=xs[0].dtype, device=xs[0].device)
-    widths = _filled([x.shape[1] for x in xs], MAX_PARTS)
-    args = (*_filled(xs, MAX_PARTS), out, *_filled(factors, MAX_PARTS), *widths, tokens, len(xs), rank, 16, 256)
-    stages = 3 if xs[0].element_size() == 2 else 1
-    launch(_narrow_each, (triton.cdiv(tokens, 16), len(xs)), *args, num_stages=stages)
-    return out
-
-
-def widen(inner: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """inner_k·F_k + bias_k: (T, k·r') with packed factors (r', n_k) → (T, n_k) each, in one launch."""
-    tokens = inner.shape[0]
-    rank = inner.shape[1] // len(factors)
-    outs = [torch.empty((tokens, factor.shape[1]), dtype=inner.dtype, device=inner.device) for factor in factors]
-    blocks = [triton.cdiv(factor.shape[1], 128) for factor in factors]
-    ends = _filled([sum(blocks[: at + 1]) for at in range(len(blocks))], MAX_PARTS)
-    widths = _filled([factor.shape[1] for factor in factors], MAX_PARTS)
-    with_bias = _filled([int(bias is not None) for bias in biases], MAX_PARTS)
-    places = _filled([inner if bias is None else bias for bias in biases], MAX_PARTS)
-    args = (inner, *_filled(outs, MAX_PARTS), *_filled(factors, MAX_PARTS), *places, *widths, *with_bias, *ends[:2])
-    launch(_widen, (ends[-1], triton.cdiv(tokens, 64)), *args, tokens, len(factors), rank, 64, 128)
-    return outs
-
-
-def outer(
-    x: Tensor,
-    inner: Tensor,
-    factors: Sequence[Tensor],
-    threshold: int,
-    seed: Tensor | None,
-    stream: int,
-    *,
-    through: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """What a thin product leaves behind, in one pass over x: Σ_t inner_kᵀ·dropout(x), and inner·F through the masks.
-
-    Args:
-        x: (T, n), contiguous.
-        inner: (T, k·r'), the gradient at the thin side.
-        factors: packed (r', n) each.
-        threshold, seed, stream: as `narrow` had them.
-        through: also return Σ_k mask_k ⊙ (inner_k·F_k)/(1-p): the gradient that passes to x.
-
-    Returns:
-        (splits, k·r', n) fp32 partial sums, see `reduce`; (T, n) in x's dtype or None.
-    """
-    tokens, width = x.shape
-    rank = factors[0].shape[0]
-    blocks = triton.cdiv(width, 64)
-    splits, span = _splits(tokens, blocks)
-    sums = torch.empty((splits, len(factors) * rank, width), dtype=torch.float32, device=x.device)
-    passed = torch.empty((tokens, width), dtype=x.dtype, device=x.device) if through else None
-    args = (x, x if seed is None else seed, inner, sums, x if passed is None else passed, *_filled(factors, MAX_PARTS))
-    numbers = (tokens, width, span, threshold, stream, len(factors), threshold > 0, through, rank, 32, 64)
-    launch(_outer, (blocks, splits), *args, *numbers)
-    return sums, passed
-
-
-def outer_each(xs: Sequence[Tensor], inner: Tensor) -> list[Tensor]:
-    """Σ_t inner_kᵀ·x_k of up to three (T, n_k) and the columns k of inner (T, k·r'): partial (splits, r', n_k)."""
-    tokens = xs[0].shape[0]
-    rank = inner.shape[1] // len(xs)
-    blocks = [triton.cdiv(x.shape[1], 64) for x in xs]
-    ends = _filled([sum(blocks[: at + 1]) for at in range(len(blocks))], MAX_PARTS)
-    splits, span = _splits(tokens, ends[-1])
-    sums = [torch.empty((splits, rank, x.shape[1]), dtype=torch.float32, device=x.device) for x in xs]
-    widths = _filled([x.shape[1] for x in xs], MAX_PARTS)
-    args = (*_filled(xs, MAX_PARTS), inner, *_filled(sums, MAX_PARTS), *widths, *ends[:2])
-    launch(_outer_each, (ends[-1], splits), *args, tokens, span, len(xs), rank, 64, 64)
-    return sums
-
-
-def reduce(
-    sums: Sequence[Tensor], ranks: Sequence[int], scales: Sequence[float], dtype: torch.dtype, *, transposed: bool
-) -> list[Tensor]:
-    """Σ over the first axis of (splits, r', n_k) each, times a scale: (r_k, n_k), or (n_k, r_k) if `transposed`.
-
-    The order of the sum is fixed. The views in `sums` may be slices of the middle axis.
-    """
-    outs = []
-    for part, rank in zip(sums, ranks, strict=True):
-        shape = (part.shape[2], rank) if transposed else (rank, part.shape[2])
-        outs.append(torch.empty(shape, dtype=dtype, device=part.device))
-    widths = _filled([part.shape[2] for part in sums], MAX_PARTS)
-    args = (*_filled(sums, MAX_PARTS), *_filled(outs, MAX_PARTS), *widths, *_filled(ranks, MAX_PARTS))
-    numbers = (*_filled([float(scale) for scale in scales], MAX_PARTS), sums[0].shape[0])
-    strides = _filled([part.stride(0) for part in sums], MAX_PARTS)
-    grid = (triton.cdiv(max(widths), 64), len(sums))
-    constants = (len(sums), transposed, sums[0].shape[1], 64)
-    launch(_reduce, grid, *args, *strides, *numbers, *constants, num_warps=2)
-    return outs
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate)·up with the roundings of the two eager operations; all (T, n), contiguous."""
-    out = torch.empty_like(gate)
-    count = gate.numel()
-    launch(_swiglu, (triton.cdiv(count, 2048),), gate, up, out, count, 2048)
-    return out
-
-
-class SwigluGrads(NamedTuple):
-    """Gradients of `swiglu`, and where asked the transposed ones and the transposed product."""
-
-    gate: Tensor
-    up: Tensor
-    gate_t: Tensor | None
-    up_t: Tensor | None
-    product_t: Tensor | None
-
-
-def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, *, transposed: bool) -> SwigluGrads:
-    """One pass over dh, gate and up (T, n): the gradients, and in the same pass what the sampled products read.
-
-    The transposed copies are free next to the three eager kernels that this replaces.
-    """
-    tokens, width = gate.shape
-    padded = triton.cdiv(tokens, _PAD) * _PAD
-    grads = [torch.empty_like(gate), torch.empty_like(up)]
-    shape = (width, padded)
-    copies = [torch.empty(shape, dtype=gate.dtype, device=gate.device) for _ in range(3)] if transposed else [gate] * 3
-    grid = (triton.cdiv(padded, 64), triton.cdiv(width, 64))
-    args = (dh, gate, up, *grads, *copies, tokens, padded, width, transposed, 64, 64)
-    launch(_swiglu_backward, grid, *args, num_warps=8)
-    return SwigluGrads(*grads, *(copies if transposed else (None, None, None)))
-
-
-def dropout_mask(seed: Tensor, shape: tuple[int, int], probability: float, stream: int = 0) -> Tensor:
-    """(T, n) bool: what `narrow` and `outer` keep at this seed and stream; for tests and whoever wants to see it."""
+    """(T, n) bool: what the kernels keep at this seed and stream; for tests and whoever wants to see it."""
     tokens, width = shape
-    out = torch.empty(shape, dtype=torch.int8, device=seed.device)
-    grid = (triton.cdiv(tokens, 16), triton.cdiv(width, 128))
-    launch(_mask, grid, out, seed, tokens, width, dropout_threshold(probability), stream, 16, 128)
+    out = torch.empty(shape, dtype=torch.int8, device=device)
+    call = Call(_mask, (width, dropout_threshold(probability), stream), (16, 128), device)
+    call((-(-tokens // 16), -(-width // 128), 1), out, tokens, seed)
     return out.bool()
 
 
-def _filled(values: Sequence, count: int) -> list:
-    """A launch has a fixed number of arguments: the last part stands in for those that are not there."""
-    return [values[min(at, len(values) - 1)] for at in range(count)]
+def _filled(values: Sequence[Any], count: int) -> list[Any]:
+    """A kernel has a fixed number of arguments: the last part stands in for those that are not there."""
+    return [*values, *(list(values[-1:]) * (count - len(values)))]
+
+
+def _ends(widths: Sequence[int], block: int) -> list[int]:
+    """Where each part's blocks end."""
+    return list(accumulate(-(-width // block) for width in widths))
 
 
 def _splits(tokens: int, blocks: int) -> tuple[int, int]:
     """Into how many spans of tokens a sum is cut so that the chip is filled, and their length."""
-    splits = max(1, min(triton.cdiv(tokens, 128), triton.cdiv(512, blocks)))
-    span = triton.cdiv(triton.cdiv(tokens, splits), 64) * 64
-    return triton.cdiv(tokens, span), span
-
-
-@triton.jit
-def _restore(weight, indices, saved, count, BLOCK: tl.constexpr):
-    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = entry < count
-    at = tl.load(indices + entry, mask=mask, other=0).to(tl.int64)
-    tl.store(weight + at, tl.load(saved + entry, mask=mask, other=0.0), mask=mask)
+    splits = max(1, min(-(-tokens // 128), -(-512 // blocks)))
+    span = -(-tokens // (splits * 64)) * 64
+    return -(-tokens // span), span
 
 
 @triton.jit
@@ -421,11 +428,12 @@ def _pack(factor, copy, rows, scales, owner, first, RANK: tl.constexpr, BLOCK: t
     tl.store(target + r[:, None] * width + n[None, :], scaled, mask=n[None, :] < width)
 
 
-@triton.jit(do_not_specialize=["end0", "end1", "end2"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "end0", "end1", "end2"])
 def _transpose(
-    x0, x1, x2, x3, out0, out1, out2, out3, width0, width1, width2, width3, end0, end1, end2, tokens, padded,
+    x0, x1, x2, x3, out0, out1, out2, out3, tokens, blocks, width0, width1, width2, width3, end0, end1, end2,
     PARTS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    padded = blocks * 64
     block = tl.program_id(1)
     x, out, width, begin = x0, out0, width0, 0
     if PARTS > 1 and block >= end0:
@@ -442,13 +450,15 @@ def _transpose(
     tl.store(out + to, tl.trans(tile), mask=(n[:, None] < width) & (t[None, :] < padded))
 
 
-@triton.jit(do_not_specialize=["by_row0", "by_row1", "by_row2", "end0", "end1"])
+@triton.jit(do_not_specialize=["blocks", "by_row0", "by_row1", "by_row2", "end0", "end1"])
 def _sampled_product(
-    own0, other0, indices0, order0, owner0, start0, out0, features0, by_row0,
-    own1, other1, indices1, order1, owner1, start1, out1, features1, by_row1,
-    own2, other2, indices2, order2, owner2, start2, out2, features2, by_row2,
-    end0, end1, padded, PARTS: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    own0, other0, out0, own1, other1, out1, own2, other2, out2, blocks,
+    indices0, order0, owner0, start0, features0, by_row0,
+    indices1, order1, owner1, start1, features1, by_row1,
+    indices2, order2, owner2, start2, features2, by_row2,
+    end0, end1, PARTS: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
+    padded = blocks * 64
     chunk = tl.program_id(0)
     own, other, indices, order, owner, start, out = own0, other0, indices0, order0, owner0, start0, out0
     features, by_row, base = features0, by_row0, 0
@@ -515,16 +525,13 @@ def _thin(
     return tl.dot(tile, tl.trans(_packed_tile(factor, n, width, RANK)), total, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["threshold", "stream"])
+@triton.jit(do_not_specialize=["tokens", "seed", "threshold", "stream"])
 def _narrow(
-    x, seed_pointer, out, factor0, factor1, factor2, tokens, width, threshold, stream,
+    x, out, tokens, seed, factor0, factor1, factor2, width, threshold, stream,
     PARTS: tl.constexpr, DROP: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     r = tl.arange(0, RANK)
-    seed = 0
-    if DROP:
-        seed = tl.load(seed_pointer)
     total0 = tl.zeros([BT, RANK], dtype=tl.float32)
     total1 = tl.zeros([BT, RANK], dtype=tl.float32)
     total2 = tl.zeros([BT, RANK], dtype=tl.float32)
@@ -548,9 +555,9 @@ def _narrow(
         tl.store(to + 2 * RANK, (total2 * scale).to(kind), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _narrow_each(
-    x0, x1, x2, out, factor0, factor1, factor2, width0, width1, width2, tokens,
+    x0, x1, x2, out, tokens, factor0, factor1, factor2, width0, width1, width2,
     PARTS: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
@@ -571,10 +578,10 @@ def _narrow_each(
     tl.store(to, total.to(out.dtype.element_ty), mask=t[:, None] < tokens)
 
 
-@triton.jit(do_not_specialize=["with_bias0", "with_bias1", "with_bias2", "end0", "end1"])
+@triton.jit(do_not_specialize=["tokens", "with_bias0", "with_bias1", "with_bias2", "end0", "end1"])
 def _widen(
-    inner, out0, out1, out2, factor0, factor1, factor2, bias0, bias1, bias2, width0, width1, width2,
-    with_bias0, with_bias1, with_bias2, end0, end1, tokens,
+    inner, out0, out1, out2, tokens, factor0, factor1, factor2, bias0, bias1, bias2, width0, width1, width2,
+    with_bias0, with_bias1, with_bias2, end0, end1,
     PARTS: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -611,10 +618,9 @@ def _outer_part(
     return tl.dot(tl.trans(left), tile, total, input_precision="ieee"), passed
 
 
-@triton.jit(do_not_specialize=["threshold", "stream"])
+@triton.jit(do_not_specialize=["tokens", "span", "seed", "threshold", "stream"])
 def _outer(
-    x, seed_pointer, inner, sums, passed_pointer, factor0, factor1, factor2,
-    tokens, width, span, threshold, stream,
+    x, inner, sums, passed_pointer, tokens, span, seed, factor0, factor1, factor2, width, threshold, stream,
     PARTS: tl.constexpr, DROP: tl.constexpr, THROUGH: tl.constexpr,
     RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -622,9 +628,6 @@ def _outer(
     split = tl.program_id(1)
     n = n0 + tl.arange(0, BN)
     r = tl.arange(0, RANK)
-    seed = 0
-    if DROP:
-        seed = tl.load(seed_pointer)
     weights0 = _packed_tile(factor0, n, width, RANK)
     weights1 = weights0
     weights2 = weights0
@@ -664,18 +667,18 @@ def _outer(
         tl.store(to + 2 * RANK * width, total2 * scale, mask=mask)
 
 
-@triton.jit(do_not_specialize=["end0", "end1"])
+@triton.jit(do_not_specialize=["tokens", "span", "end0", "end1", "start0", "start1", "start2"])
 def _outer_each(
-    x0, x1, x2, inner, sums0, sums1, sums2, width0, width1, width2, end0, end1, tokens, span,
+    x0, x1, x2, inner, sums, tokens, span, width0, width1, width2, end0, end1, start0, start1, start2, columns,
     PARTS: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     split = tl.program_id(1)
-    x, sums, width, begin, part = x0, sums0, width0, 0, 0
+    x, width, start, begin, part = x0, width0, start0, 0, 0
     if PARTS > 1 and block >= end0:
-        x, sums, width, begin, part = x1, sums1, width1, end0, 1
+        x, width, start, begin, part = x1, width1, start1, end0, 1
     if PARTS > 2 and block >= end1:
-        x, sums, width, begin, part = x2, sums2, width2, end1, 2
+        x, width, start, begin, part = x2, width2, start2, end1, 2
     n = (block - begin) * BN + tl.arange(0, BN)
     r = tl.arange(0, RANK)
     total = tl.zeros([RANK, BN], dtype=tl.float32)
@@ -687,40 +690,48 @@ def _outer_each(
         tile = tl.load(x + at, mask=valid & (n[None, :] < width), other=0.0)
         place = inner + t[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :]
         total = tl.dot(tl.trans(tl.load(place, mask=valid, other=0.0)), tile, total, input_precision="ieee")
-    to = sums + (split * RANK + r[:, None]).to(tl.int64) * width + n[None, :]
+    to = sums + (split * RANK + r[:, None]).to(tl.int64) * columns + start + n[None, :]
     tl.store(to, total, mask=n[None, :] < width)
 
 
-@triton.jit(do_not_specialize=["rank0", "rank1", "rank2", "splits"])
+@triton.jit(do_not_specialize=["splits_dy", "splits_x", "rank0", "rank1", "rank2", "start0", "start1", "start2"])
 def _reduce(
-    sums0, sums1, sums2, out0, out1, out2, width0, width1, width2, rank0, rank1, rank2, stride0, stride1, stride2,
-    scale0, scale1, scale2, splits,
-    PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr,
+    sums_dy, sums_x, left0, left1, left2, right0, right1, right2, splits_dy, splits_x,
+    width0, width1, width2, start0, start1, start2, rank0, rank1, rank2, scale0, scale1, scale2, columns, features,
+    PARTS: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(1)
-    sums, out, width, rank, stride, scale = sums0, out0, width0, rank0, stride0, scale0
+    """Parts 0 to PARTS are the dL, scaled and stored (c, r); those after them the dR, stored (r, b)."""
+    which = tl.program_id(1)
+    part = which % PARTS
+    left, right, width, start, rank, scale = left0, right0, width0, start0, rank0, scale0
     if PARTS > 1 and part == 1:
-        sums, out, width, rank, stride, scale = sums1, out1, width1, rank1, stride1, scale1
+        left, right, width, start, rank, scale = left1, right1, width1, start1, rank1, scale1
     if PARTS > 2 and part == 2:
-        sums, out, width, rank, stride, scale = sums2, out2, width2, rank2, stride2, scale2
+        left, right, width, start, rank, scale = left2, right2, width2, start2, rank2, scale2
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     r = tl.arange(0, RANK)
-    inside = (r[:, None] < rank) & (n[None, :] < width)
     total = tl.zeros([RANK, BN], dtype=tl.float32)
-    for _ in range(0, splits):
-        total += tl.load(sums + r[:, None] * width + n[None, :], mask=inside, other=0.0)
-        sums += stride
-    total = (total * scale).to(out.dtype.element_ty)
-    if TRANSPOSED:
-        tl.store(out + n[None, :] * rank + r[:, None], total, mask=inside)
+    if which < PARTS:
+        inside = (r[:, None] < rank) & (n[None, :] < width)
+        place = sums_dy + r[:, None] * columns + start + n[None, :]
+        for _ in range(0, splits_dy):
+            total += tl.load(place, mask=inside, other=0.0)
+            place += RANK * columns
+        total = (total * scale).to(left.dtype.element_ty)
+        tl.store(left + n[None, :] * rank + r[:, None], total, mask=inside)
     else:
-        tl.store(out + r[:, None] * width + n[None, :], total, mask=inside)
+        inside = (r[:, None] < rank) & (n[None, :] < features)
+        place = sums_x + (part * RANK + r[:, None]) * features + n[None, :]
+        for _ in range(0, splits_x):
+            total += tl.load(place, mask=inside, other=0.0)
+            place += PARTS * RANK * features
+        tl.store(right + r[:, None] * features + n[None, :], total.to(right.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens"])
+def _swiglu(gate, up, out, tokens, width, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
+    mask = at < tokens.to(tl.int64) * width
     g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
@@ -728,11 +739,12 @@ def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
     tl.store(out + at, (silu * u).to(kind), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks"])
 def _swiglu_backward(
-    dh, gate, up, d_gate, d_up, d_gate_t, d_up_t, product_t, tokens, padded, width,
+    dh, gate, up, d_gate, d_up, d_gate_t, d_up_t, product_t, tokens, blocks, width,
     TRANSPOSED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    padded = blocks * 64
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     at = t[:, None].to(tl.int64) * width + n[None, :]
@@ -756,11 +768,11 @@ def _swiglu_backward(
         tl.store(product_t + to, tl.trans((silu * u).to(kind)), mask=there)
 
 
-@triton.jit(do_not_specialize=["threshold", "stream"])
-def _mask(out, seed_pointer, tokens, width, threshold, stream, BT: tl.constexpr, BN: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens", "seed", "threshold", "stream"])
+def _mask(out, tokens, seed, width, threshold, stream, BT: tl.constexpr, BN: tl.constexpr):
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n0 = tl.program_id(1) * BN
     n = n0 + tl.arange(0, BN)
-    kept = _kept(tl.load(seed_pointer), stream, t, n0 // 8 + tl.arange(0, BN // 8), threshold, BT, BN)
+    kept = _kept(seed, stream, t, n0 // 8 + tl.arange(0, BN // 8), threshold, BT, BN)
     at = t[:, None].to(tl.int64) * width + n[None, :]
     tl.store(out + at, kept.to(tl.int8), mask=(t[:, None] < tokens) & (n[None, :] < width))

@@ -1,8 +1,7 @@
 """Launching Triton kernels at a few microseconds each.
 
-Triton's own dispatch takes tens of microseconds of Python a launch; a step of a small model has hundreds, and the GPU
-would wait. Here what a launch was compiled for is looked up by what Triton specialises on (dtypes, alignment,
-divisibility, constants), and the compiled kernel is called as Triton's documentation of ahead-of-time use does.
+Triton's own dispatch takes tens of microseconds of Python a launch. A training step has hundreds of launches, and on a
+slow host the GPU would wait for them. A `Call` binds what never changes once, so that nothing is looked up again.
 """
 
 import os
@@ -11,48 +10,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3) -> None:
-    """kernel[grid](*args): tensors and numbers first, then the constexpr arguments, in the kernel's order.
+class Call:
+    """A kernel with its last arguments and constants bound.
 
-    The first argument is a tensor; the kernel runs on its device.
+    Args:
+        kernel: a `triton.jit` function whose arguments are, in this order: those that change from call to call (first
+            tensors, aligned to 16 bytes and always of the same dtypes; then numbers, which the kernel must not
+            specialise on), those of `bound`, and the constants.
+        bound: tensors and numbers that stay. The tensors are on the kernel's device.
+        constants: the constexpr arguments.
+        device: where it runs.
     """
-    if _INTERPRETED or torch.compiler.is_compiling():
-        kernel[grid](*args, num_warps=num_warps, num_stages=num_stages)
-        return
-    device = args[0].device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _launch(kernel, grid, args, device, num_warps, num_stages)
-    else:
-        _launch(kernel, grid, args, device, num_warps, num_stages)
+
+    __slots__ = ("_compiled", "_device", "_kernel", "_options", "_tail")
+
+    def __init__(
+        self,
+        kernel: Any,
+        bound: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        device: torch.device,
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> None:
+        self._kernel, self._tail = kernel, (*bound, *constants)
+        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._device = device.index or 0
+        self._compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+        """Launch with the arguments that change; nothing if the grid is empty."""
+        if self._compiled is None or INTERPRETED or torch.compiler.is_compiling():
+            if not all(grid):
+                return
+            # Triton compiles for the current device, and launches there.
+            with torch.cuda.device(self._device) if not INTERPRETED else _nothing:
+                self._compiled = self._kernel[grid](*args, *self._tail, **self._options)
+        elif self._device == torch.cuda.current_device():
+            self._compiled[grid](*args, *self._tail, stream=_stream(self._device))
+        else:
+            with torch.cuda.device(self._device):
+                self._compiled[grid](*args, *self._tail, stream=_stream(self._device))
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], device: int, num_warps: int, num_stages: int
-) -> None:
-    key = (kernel.__name__, device, num_warps, num_stages, *map(_kind, args))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*args, num_warps=num_warps, num_stages=num_stages)
-    else:
-        compiled[(*grid, 1, 1)[:3]](*args)
+def aligned(x: Tensor) -> Tensor:
+    """x itself, or a copy where a view begins in the middle of 16 bytes: the kernels were compiled for whole ones."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _kind(value: Any) -> Any:
-    """All that Triton may specialise on: a compiled kernel is reused only where all of it is the same."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, float):
-        return float
-    # Constants are compiled in; small ones are told apart by value, sizes by what Triton asks of them.
-    if isinstance(value, int) and not isinstance(value, bool) and value > _CONSTANT_LIMIT:
-        return value % 16 == 0, value > 2**31 - 1
-    return value
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
 
 
-# No constexpr of ours is larger; a runtime number below it costs at most a second compilation.
-_CONSTANT_LIMIT = 4096
+_nothing = _Nothing()
+
+
+def _stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)

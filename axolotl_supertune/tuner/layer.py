@@ -15,6 +15,7 @@ from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, 
 from ..support import index_dtype
 
 if TYPE_CHECKING:  # Triton may be absent
+    from ..ops.fused import Group
     from ..ops.fused import Layer as KernelLayer
     from ..ops.inplace import Entry, Sweep
     from ..ops.kernels import Plan
@@ -60,9 +61,12 @@ class SupraLayer(BaseTunerLayer):
         self._weight_before_merge: Tensor | None = None
         # The fast path: what is written into the base weight, how its gradient is computed, who reads the same input.
         self._entry: Entry | None = None
+        self._kernel: _KnownLayer | None = None
+        self._alone: Group | None = None
         self._plans: dict[str, Plan] = {}
         self.sweep: Sweep | None = None
         self.shared_input: SharedInput | None = None
+        self.shared_place = 0
 
     def update_layer(
         self,
@@ -151,6 +155,7 @@ class SupraLayer(BaseTunerLayer):
         """Remove an adapter, as PEFT does, from the base layer's own weight."""
         self.restore()
         self._plans.pop(adapter_name, None)
+        self._kernel = None
         super().delete_adapter(adapter_name)
 
     def kernel_layer(self, x: Tensor) -> "KernelLayer | None":
@@ -158,8 +163,19 @@ class SupraLayer(BaseTunerLayer):
 
         None where something else computes it: adapters are off, merged or still to be loaded, or the reference path.
         """
-        if self.disable_adapters or self.merged or self.supra_unloaded:
-            return None
+        known = self._kernel
+        if known is None or not known.holds(self, x):
+            if self._disable_adapters or self.merged_adapters or self.supra_unloaded:
+                return None
+            layer = self._new_kernel_layer(x, compute_dtype(x, self.base_layer.weight))
+            if layer is None:
+                return None
+            known = self._kernel = _KnownLayer(self, x, layer)
+        assert self.sweep is not None
+        self.sweep.refresh(known.layer.entry)
+        return known.layer
+
+    def _new_kernel_layer(self, x: Tensor, compute: torch.dtype) -> "KernelLayer | None":
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
         if not sparse and not low_rank:
@@ -175,13 +191,12 @@ class SupraLayer(BaseTunerLayer):
             values = sparse[0].values
             plan = self._plan(next(name for name in names if name in self.supra_values))
         L, R, scaling, dropout = low_rank[0] if low_rank else (None, None, 1.0, 0.0)
-        operands = (base.weight, values, plan, L, R, scaling, compute_dtype(x, base.weight))
+        operands = (base.weight, values, plan, L, R, scaling, compute)
         if self.sweep is None:
             self.sweep = Sweep()
         if self._entry is None or not self._entry.is_of(*operands):
             self.restore()
             self._entry = self.sweep.add(Entry(*operands))
-        self.sweep.refresh(self._entry)
         return Layer(self._entry, base.bias, dropout)
 
     def _plan(self, adapter_name: str) -> "Plan":
@@ -328,6 +343,11 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., b) → (..., c)."""
+        # The usual case first, without a look at anything else: it holds only where the kernels may compute.
+        if not kwargs and self.shared_input is not None:
+            y = self.shared_input.output(self, x)
+            if y is not None:
+                return y
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError("SUPRA cannot mix adapters within a batch (adapter_names): switch with set_adapter.")
         if self.disable_adapters:
@@ -337,13 +357,13 @@ class SupraLinear(nn.Module, SupraLayer):
             return self.base_layer(x, *args, **kwargs)
         if self.merged:
             return self.base_layer(x, *args, **kwargs)
-        if self.shared_input is not None and (y := self.shared_input.output(self, x)) is not None:
-            return y
         layer = self.kernel_layer(x)
         if layer is not None:
-            from ..ops.fused import linear_group
+            from ..ops.fused import Group, linear_group
 
-            return linear_group(x, [layer])[0]
+            if self._alone is None or self._alone.layers[0] is not layer:
+                self._alone = Group([layer])
+            return linear_group(x, self._alone)[0]
         self.restore()
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         if self.supra_unloaded:
@@ -357,21 +377,61 @@ class SupraLinear(nn.Module, SupraLayer):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.restore()
         self._plans.clear()
+        self._kernel = None
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the base's own bits, and nothing that can be made again."""
         self.restore()
-        return {**self.__dict__, "_entry": None, "_plans": {}}
+        return {**self.__dict__, "_entry": None, "_kernel": None, "_alone": None, "_plans": {}}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._arriving = self.check_checkpoint(state_dict, prefix)
         self.restore()
         self._plans.clear()
+        self._kernel = None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"supra.{super().__repr__()}"
+
+
+class _KnownLayer:
+    """A layer's operands for the kernels, and all that must be as it was for them to be used again.
+
+    This is asked in every forward of every layer, where a module's own attribute look-up would be most of the cost.
+    """
+
+    __slots__ = ("_active", "_compute", "_device", "_places", "_training", "_weight", "layer")
+
+    def __init__(self, module: SupraLinear, x: Tensor, layer: "KernelLayer") -> None:
+        self.layer = layer
+        self._active, self._training, self._device = list(module.active_adapters), module.training, x.device
+        self._weight: Tensor = module.base_layer.weight
+        self._compute = compute_dtype(x, self._weight)
+        stores = (module.supra_values, module.supra_L, module.supra_R, module.supra_indices)
+        held = [(store._parameters, store._buffers) for store in stores]
+        dicts = [each for pair in held for each in pair] + [module.base_layer._parameters]
+        self._places = [(each, key, value) for each in dicts for key, value in each.items() if value is not None]
+        self._places.append((module._modules, "base_layer", module.base_layer))
+
+    def holds(self, module: SupraLinear, x: Tensor) -> bool:
+        """Whether nothing has changed since."""
+        if (
+            module.training is not self._training
+            or module._active_adapter != self._active
+            or module._disable_adapters
+            or module.merged_adapters
+            or x.device != self._device
+            or self._weight.requires_grad
+            or compute_dtype(x, self._weight) != self._compute
+            or not x.numel()
+        ):
+            return False
+        for place, key, value in self._places:  # noqa: SIM110 (a generator takes longer)
+            if place.get(key) is not value:
+                return False
+        return True
 
 
 def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:

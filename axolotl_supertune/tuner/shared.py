@@ -9,13 +9,16 @@ import copy
 import importlib.util
 import inspect
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.choice import requested
 from .layer import SupraLinear
+
+if TYPE_CHECKING:  # Triton may be absent
+    from ..ops.fused import Group
 
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -36,12 +39,12 @@ class SharedInput:
         self._key: Any = None
         self._outputs: dict[int, Tensor] = {}
         self._misses = 0
+        self._group: Group | None = None
 
     def output(self, layer: SupraLinear, x: Tensor) -> Tensor | None:
         """y of `layer`, or None if it is to be computed alone."""
-        at = next(at for at, member in enumerate(self._members) if member is layer)
-        key = _key(x)
-        if self._outputs and self._x is x and self._key == key and at in self._outputs:
+        at = layer.shared_place
+        if self._outputs and self._x is x and at in self._outputs and self._key == _key(x):
             y = self._outputs.pop(at)
             if not self._outputs:
                 self._x, self._misses = None, 0
@@ -54,14 +57,29 @@ class SharedInput:
                 return None
         if at != 0:
             return None
-        layers = [member.kernel_layer(x) for member in self._members]
-        if any(each is None for each in layers):
+        group = self._fitting_group(x)
+        if group is None:
             return None
         from ..ops.fused import linear_group
 
-        y, *others = linear_group(x, [each for each in layers if each is not None])
-        self._x, self._key, self._outputs = x, key, dict(enumerate(others, start=1))
+        y, *others = linear_group(x, group)
+        self._x, self._key, self._outputs = x, _key(x), dict(enumerate(others, start=1))
         return y
+
+    def _fitting_group(self, x: Tensor) -> "Group | None":
+        layers = []
+        for member in self._members:
+            layer = member.kernel_layer(x)
+            if layer is None:
+                return None
+            layers.append(layer)
+        if self._group is None or any(a is not b for a, b in zip(self._group.layers, layers, strict=True)):
+            from ..ops.fused import Group, fit_together
+
+            if not fit_together(layers):
+                return None
+            self._group = Group(layers)
+        return self._group
 
     def dissolve(self) -> None:
         """Let every member compute alone from now on."""
@@ -72,7 +90,7 @@ class SharedInput:
         return SharedInput([copy.deepcopy(member, memo) for member in self._members])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_members": self._members, "_x": None, "_key": None, "_outputs": {}, "_misses": 0}
+        return {"_members": self._members, "_x": None, "_key": None, "_outputs": {}, "_misses": 0, "_group": None}
 
 
 def share_work(model: nn.Module) -> None:
@@ -91,8 +109,8 @@ def share_work(model: nn.Module) -> None:
             members = [child for name in names if isinstance(child := children.get(name), SupraLinear)]
             if len(members) == len(names) and all(member.shared_input is None for member in members):
                 group = SharedInput(members)
-                for member in members:
-                    member.shared_input = group
+                for at, member in enumerate(members):
+                    member.shared_input, member.shared_place = group, at
         if is_gated_mlp(parent):
             parent.forward = types.MethodType(_mlp_forward, parent)  # type: ignore[method-assign]
 
@@ -105,6 +123,7 @@ def unshare_work(model: nn.Module) -> None:
         own = vars(module).get("forward")
         if isinstance(own, types.MethodType) and own.__func__ is _mlp_forward:
             del module.forward
+            vars(module).pop("_supra_mlp", None)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -124,16 +143,17 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     layers = [self._modules.get(name) for name in _MLP]
-    plain = all(isinstance(layer, SupraLinear) and not _hooked(layer) for layer in layers)
-    if plain:
-        gate, up, down = layers
-        parts = [gate.kernel_layer(x), up.kernel_layer(x)]
-        # The inner activation has x's device and dtype class; only its width differs.
-        parts.append(down.kernel_layer(x) if None not in parts else None)
+    if all(isinstance(layer, SupraLinear) and not _hooked(layer) for layer in layers):
+        parts = [layer.kernel_layer(x) for layer in layers]  # the inner activation is as x is, but for its width
         if None not in parts:
-            from ..ops.fused import gated_mlp
+            from ..ops.fused import GatedMLP, fit_together, gated_mlp
 
-            return gated_mlp(x, *parts)
+            mlp = vars(self).get("_supra_mlp")
+            if mlp is None or any(a is not b for a, b in zip(mlp.layers, parts, strict=True)):
+                mlp = GatedMLP(*parts) if fit_together(parts[:2]) else None
+                self._supra_mlp = mlp
+            if mlp is not None:
+                return gated_mlp(x, mlp)
     return type(self).forward(self, x)
 
 
@@ -142,6 +162,5 @@ def _hooked(layer: nn.Module) -> bool:
 
 
 def _key(x: Tensor) -> tuple[Any, ...]:
-    kind = x.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return torch.is_grad_enabled(), autocast, None if x.is_inference() else x._version
+    """What a stored output depends on beside the input itself."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), 0 if x.is_inference() else x._version

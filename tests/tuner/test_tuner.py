@@ -340,7 +340,7 @@ def test_support_is_loaded_never_chosen_again(tiny_llama, norms, tmp_path, monke
     def refuse(*args, **kwargs):
         raise AssertionError("a support was chosen at load")
 
-    for chooser in ("select_support", "random_support", "wanda_score", "magnitude_score"):
+    for chooser in ("select_by_rows", "random_support", "score_rows"):
         monkeypatch.setattr(f"axolotl_supertune.tuner.model.{chooser}", refuse)
     loaded = PeftModel.from_pretrained(tiny_llama(seed=0), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
     assert_same(supports(loaded), supports(model))
