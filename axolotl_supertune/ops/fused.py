@@ -6,6 +6,7 @@ low-rank part and, in the MLP, the two activations; no mask, no dense gradient, 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,8 @@ class Group:
     Those with a low-rank part drop out alike and have one padded rank: see `fit_together`.
     """
 
-    def __init__(self, layers: Sequence[Layer], stream: int = 0) -> None:
-        self.layers = list(layers)
+    def __init__(self, layers: Sequence[Layer], stream: int = 0, *, whole_input: bool = False) -> None:
+        self.layers, self.whole_input = list(layers), whole_input
         self.entries = [layer.entry for layer in layers]
         self.dtype = self.entries[0].dtype
         self.biases = [None if layer.bias is None else layer.bias.to(self.dtype) for layer in layers]
@@ -55,8 +56,12 @@ class Group:
             assert chosen[0].L is not None
             dtype = chosen[0].L.dtype
             self.thin = kernels.ThinGradients(rights, widths, ranks, scales, self.threshold, stream, dtype)
+        # Input features that backward reads; None is all of them.
+        self.columns: Tensor | None = None
         if self.sparse:
             plans = [entry.plan for entry in self.entries if entry.plan is not None]
+            if not self.low_rank and not whole_input:
+                self.columns, plans = kernels.few_columns(plans)
             self.transpose = kernels.Transpose([plans[0].shape[1], *(plan.shape[0] for plan in plans)], device)
             self.products = kernels.SampledProducts(plans)
         # What autograd is told of: a layer's operands as they come in `trained`, and where each one's gradient goes.
@@ -68,6 +73,10 @@ class Group:
                 if tensor is not None and (name != "bias" or tensor.requires_grad):
                     self.trained.append(tensor)
                     self._places.append((name, at))
+
+    def kept(self, x: Tensor, rows: Tensor) -> Tensor:
+        """What backward needs of the input: x itself, or the columns of x (T, b) that the supports touch."""
+        return x if self.columns is None else rows.index_select(1, self.columns)
 
     def forward(self, x: Tensor, seed: int) -> tuple[list[Tensor], Tensor | None]:
         """x (T, b) → (T, c) of every layer, and the thin products (T, k·r') of those with a low-rank part."""
@@ -140,16 +149,16 @@ class GatedMLP:
 
     def __init__(self, gate: Layer, up: Layer, down: Layer) -> None:
         self.layers = [gate, up, down]
-        self.gate_up, self.down = Group([gate, up]), Group([down], stream=2)
+        # The input of down is made again in backward, whole: its columns are no saving.
+        self.gate_up, self.down = Group([gate, up]), Group([down], stream=2, whole_input=True)
         device = gate.entry.weight.device
         self.swiglu = kernels.Swiglu(gate.entry.weight.shape[0], device)
         self.trained = [*self.gate_up.trained, *self.down.trained]
-        plans = [layer.entry.plan for layer in self.layers]
-        self.together = None not in plans
+        self.together = all(layer.entry.plan is not None for layer in self.layers)
         if self.together:
-            widths = [gate.entry.weight.shape[1], down.entry.weight.shape[0]]
-            self.transpose = kernels.Transpose(widths, device)
-            self.products = kernels.SampledProducts([plan for plan in plans if plan is not None])
+            plans = [*self.gate_up.products.plans, *self.down.products.plans]
+            self.transpose = kernels.Transpose([plans[0].shape[1], down.entry.weight.shape[0]], device)
+            self.products = kernels.SampledProducts(plans)
 
 
 def fit_together(layers: Sequence[Layer]) -> bool:
@@ -164,89 +173,129 @@ def fit_together(layers: Sequence[Layer]) -> bool:
 
 def linear_group(x: Tensor, group: Group) -> tuple[Tensor, ...]:
     """x·Ŵᵀ + bias of the layers of a group for x (..., b): (..., c) each, equal to `sparse_linear`."""
-    return _LinearGroup.apply(x, group, _seed(x, group.threshold), *group.trained)
+    return _LinearGroup.apply(x, group, *group.trained)
 
 
 def gated_mlp(x: Tensor, mlp: GatedMLP) -> Tensor:
     """down(silu(gate(x))·up(x)), keeping neither silu(gate) nor the product: (..., b) → (..., c)."""
-    return _GatedMLP.apply(x, mlp, _seed(x, mlp.gate_up.threshold or mlp.down.threshold), *mlp.trained)
+    return _GatedMLP.apply(x, mlp, *mlp.trained)
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward: tensors, and the seed of its masks."""
+
+    tensors: tuple[Tensor | None, ...]
+    seed: int
+
+
+def group_forward(x: Tensor, group: Group) -> tuple[list[Tensor], Saved]:
+    """Without autograd: the outputs, and what `group_backward` wants."""
+    seed = _seed(x, group.threshold)
+    rows = _rows(x, group.dtype)
+    with _no_autocast(x.device.type):
+        outputs, inner = group.forward(rows, seed)
+    return [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs], Saved((group.kept(x, rows), inner), seed)
+
+
+def group_backward(
+    dys: Sequence[Tensor], saved: Saved, group: Group, *, trains: bool, wants_dx: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """dx (..., b) in the dtype of the products, and the gradients of `group.trained`."""
+    for entry in group.entries:
+        entry.ensure()
+    x, inner = saved.tensors
+    assert x is not None
+    rows, dy_rows = _rows(x, group.dtype), [_rows(dy, group.dtype) for dy in dys]
+    dx, found = group.backward(rows, dy_rows, inner, saved.seed, trains=trains, wants_dx=wants_dx)
+    if group.sparse and trains:
+        group.sampled(rows, dy_rows, found)
+    return _shaped(dx, dys[0]), group.results(found)
+
+
+def mlp_forward(x: Tensor, mlp: GatedMLP) -> tuple[Tensor, Saved]:
+    """Without autograd: the output, and what `mlp_backward` wants."""
+    seed = _seed(x, mlp.gate_up.threshold or mlp.down.threshold)
+    rows = _rows(x, mlp.gate_up.dtype)
+    with _no_autocast(x.device.type):
+        (gate, up), inner = mlp.gate_up.forward(rows, seed)
+        (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
+    saved = (mlp.gate_up.kept(x, rows), gate, up, inner, inner_down)
+    return y.view(*x.shape[:-1], y.shape[-1]), Saved(saved, seed)
+
+
+def mlp_backward(
+    grad: Tensor, saved: Saved, mlp: GatedMLP, *, trains: bool, wants_dx: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """dx (..., b) in the dtype of the products, and the gradients of `mlp.trained`."""
+    x, gate, up, inner, inner_down = saved.tensors
+    assert x is not None
+    assert gate is not None
+    assert up is not None
+    for layer in mlp.layers:
+        layer.entry.ensure()
+    rows, dy = _rows(x, mlp.gate_up.dtype), _rows(grad, mlp.down.dtype)
+    together = trains and mlp.together and dy.shape[0] <= kernels.TOKENS_AT_ONCE
+    down_alone = trains and bool(mlp.down.sparse) and not together
+    # The product is needed whole for dR of down, and for its dU where that is not taken from the transposed one.
+    h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_alone else gate
+    dh, found_down = mlp.down.backward(h, [dy], inner_down, saved.seed, trains=trains, wants_dx=True)
+    assert dh is not None
+    if down_alone:
+        mlp.down.sampled(h, [dy], found_down)
+    del h
+    d_gate, d_up, *transposed = mlp.swiglu.backward(dh, gate, up, transposed=together)
+    del dh
+    dys = [d_gate, d_up]
+    dx, found = mlp.gate_up.backward(rows, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
+    if together:
+        gate_t, up_t, h_t = transposed
+        x_t, dy_t = mlp.transpose(rows, dy)
+        outs = mlp.products.new()
+        mlp.products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], outs)
+        mlp.gate_up.keep_sampled(outs[:2], found)
+        mlp.down.keep_sampled(outs[2:], found_down)
+    elif trains and mlp.gate_up.sparse:
+        mlp.gate_up.sampled(rows, dys, found)
+    return _shaped(dx, grad), [*mlp.gate_up.results(found), *mlp.down.results(found_down)]
 
 
 class _LinearGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, seed: int, *trained: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.seed, ctx.x_shape, ctx.x_dtype = group, seed, x.shape, x.dtype
-        rows = _rows(x, group.dtype)
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                outputs, inner = group.forward(rows, seed)
-        else:
-            outputs, inner = group.forward(rows, seed)
-        ctx.save_for_backward(rows, inner)
-        if x.dim() == 2:
-            return tuple(outputs)
-        return tuple([y.view(*x.shape[:-1], y.shape[-1]) for y in outputs])
+    def forward(ctx: Any, x: Tensor, group: Group, *trained: Tensor) -> tuple[Tensor, ...]:
+        outputs, saved = group_forward(x, group)
+        ctx.group, ctx.seed, ctx.x_dtype = group, saved.seed, x.dtype
+        ctx.save_for_backward(*saved.tensors)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        group: Group = ctx.group
-        x, inner = ctx.saved_tensors
-        trains = any(ctx.needs_input_grad[3:])
-        for entry in group.entries:
-            entry.ensure()
-        dys = [_rows(dy, group.dtype) for dy in grads]
-        wants_dx = ctx.needs_input_grad[0]
-        dx, found = group.backward(x, dys, inner, ctx.seed, trains=trains, wants_dx=wants_dx)
-        if group.sparse and trains:
-            group.sampled(x, dys, found)
-        return _shaped(ctx, dx), None, None, *group.results(found)
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        needs = ctx.needs_input_grad
+        saved = Saved(ctx.saved_tensors, ctx.seed)
+        dx, grads = group_backward(dys, saved, ctx.group, trains=any(needs[2:]), wants_dx=needs[0])
+        return _as(dx, ctx.x_dtype), None, *grads
 
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mlp: GatedMLP, seed: int, *trained: Tensor) -> Tensor:
-        ctx.mlp, ctx.seed, ctx.x_shape, ctx.x_dtype = mlp, seed, x.shape, x.dtype
-        rows = _rows(x, mlp.gate_up.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            (gate, up), inner = mlp.gate_up.forward(rows, seed)
-            (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
-        ctx.save_for_backward(rows, gate, up, inner, inner_down)
-        return y.view(*x.shape[:-1], y.shape[-1])
+    def forward(ctx: Any, x: Tensor, mlp: GatedMLP, *trained: Tensor) -> Tensor:
+        y, saved = mlp_forward(x, mlp)
+        ctx.mlp, ctx.seed, ctx.x_dtype = mlp, saved.seed, x.dtype
+        ctx.save_for_backward(*saved.tensors)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        mlp: GatedMLP = ctx.mlp
-        seed = ctx.seed
-        x, gate, up, inner, inner_down = ctx.saved_tensors
-        trains = any(ctx.needs_input_grad[3:])
-        for layer in mlp.layers:
-            layer.entry.ensure()
-        dy = _rows(grad, mlp.down.dtype)
-        together = trains and mlp.together and dy.shape[0] <= kernels.TOKENS_AT_ONCE
-        down_alone = trains and bool(mlp.down.sparse) and not together
-        # The product is needed whole for dR of down, and for its dU where that is not taken from the transposed one.
-        h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_alone else gate
-        dh, found_down = mlp.down.backward(h, [dy], inner_down, seed, trains=trains, wants_dx=True)
-        assert dh is not None
-        if down_alone:
-            mlp.down.sampled(h, [dy], found_down)
-        del h
-        d_gate, d_up, *transposed = mlp.swiglu.backward(dh, gate, up, transposed=together)
-        del dh
-        dys, wants_dx = [d_gate, d_up], ctx.needs_input_grad[0]
-        dx, found = mlp.gate_up.backward(x, dys, inner, seed, trains=trains, wants_dx=wants_dx)
-        if together:
-            gate_t, up_t, h_t = transposed
-            x_t, dy_t = mlp.transpose(x, dy)
-            outs = mlp.products.new()
-            mlp.products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], outs)
-            mlp.gate_up.keep_sampled(outs[:2], found)
-            mlp.down.keep_sampled(outs[2:], found_down)
-        elif trains and mlp.gate_up.sparse:
-            mlp.gate_up.sampled(x, dys, found)
-        return _shaped(ctx, dx), None, None, *mlp.gate_up.results(found), *mlp.down.results(found_down)
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        needs = ctx.needs_input_grad
+        saved = Saved(ctx.saved_tensors, ctx.seed)
+        dx, grads = mlp_backward(dy, saved, ctx.mlp, trains=any(needs[2:]), wants_dx=needs[0])
+        return _as(dx, ctx.x_dtype), None, *grads
+
+
+def _no_autocast(kind: str) -> Any:
+    """The products run in the dtype that the entries name; entering nothing is cheaper than leaving autocast."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _weight(entry: Entry) -> Tensor:
@@ -280,8 +329,9 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if rows.data_ptr() % 16 == 0 else aligned(rows)
 
 
-def _shaped(ctx: Any, dx: Tensor | None) -> Tensor | None:
-    if dx is None:
-        return None
-    dx = dx.view(ctx.x_shape)
-    return dx if dx.dtype == ctx.x_dtype else dx.to(ctx.x_dtype)
+def _shaped(dx: Tensor | None, dy: Tensor) -> Tensor | None:
+    return None if dx is None else dx.view(*dy.shape[:-1], dx.shape[-1])
+
+
+def _as(dx: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return dx if dx is None or dx.dtype is dtype else dx.to(dtype)

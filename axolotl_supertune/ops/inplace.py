@@ -151,7 +151,13 @@ class Sweep:
         groups: dict[Any, list[Entry]] = {}
         for entry in self._entries.values():
             if entry.written:
-                key = (entry.weight.device, entry.weight.dtype, entry.dtype, _dtype(entry.values), _dtype(entry.L))
+                key: tuple[Any, ...] = (
+                    entry.weight.device,
+                    entry.weight.dtype,
+                    entry.dtype,
+                    _dtype(entry.values),
+                    _dtype(entry.L),
+                )
                 key += (None if entry.plan is None else entry.plan.indices.dtype,)
                 key += (None if entry.packed is None else entry.packed[0].shape[0],)
                 groups.setdefault(key, []).append(entry)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from ..budget import LayerBudget
 from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, takes_kernels
+from ..ops.choice import requested
 from ..support import index_dtype
+from .compiled import number_of
 
 if TYPE_CHECKING:  # Triton may be absent
     from ..ops.fused import Group
@@ -67,6 +69,9 @@ class SupraLayer(BaseTunerLayer):
         self.sweep: Sweep | None = None
         self.shared_input: SharedInput | None = None
         self.shared_place = 0
+        # Its name among the operators of torch.compile; none before `share_work`.
+        self.number = -1
+        self.compiled_group: Group | None = None
 
     def update_layer(
         self,
@@ -136,7 +141,7 @@ class SupraLayer(BaseTunerLayer):
         if self._entry is not None and self._entry.written:
             self._entry.restore()
 
-    def get_base_layer(self) -> nn.Module:
+    def get_base_layer(self) -> Any:
         """The base layer, with its own weight."""
         self.restore()
         return super().get_base_layer()
@@ -175,8 +180,42 @@ class SupraLayer(BaseTunerLayer):
         self.sweep.refresh(known.layer.entry)
         return known.layer
 
+    def own_group(self, x: Tensor, *, whole_input: bool = False) -> "Group | None":
+        """`kernel_layer`, as the group of one that the fused functions take; `whole_input` keeps x as it is."""
+        layer = self.kernel_layer(x)
+        if layer is None:
+            return None
+        if self._alone is None or self._alone.layers[0] is not layer or self._alone.whole_input != whole_input:
+            from ..ops.fused import Group
+
+            self._alone = Group([layer], whole_input=whole_input)
+        return self._alone
+
+    def thin_width(self) -> int:
+        """Columns of what the low-rank part leaves for its backward: the padded rank, or 0."""
+        from ..ops.kernels import padded_rank
+
+        name = self.active_adapters[0]
+        return padded_rank(self.supra_R[name].shape[0]) if name in self.supra_R else 0
+
+    def _trained(self) -> list[Tensor]:
+        name = self.active_adapters[0]
+        return [getattr(self, store)[name] for store in self.adapter_layer_names if name in getattr(self, store)]
+
+    def _compilable(self, x: Tensor) -> bool:
+        """Whether torch.compile may take this layer for one operator: where the kernels compute it, and it is plain."""
+        if self.number < 0 or self.disable_adapters or self.merged or self.supra_unloaded:
+            return False
+        names: Any = self.active_adapters
+        bias = self.base_layer.bias
+        if len(names) != 1 or (bias is not None and bias.requires_grad):
+            return False
+        if names[0] not in self.supra_values and names[0] not in self.supra_L:
+            return False
+        return x.device.type == "cuda" or requested() == "triton"
+
     def _new_kernel_layer(self, x: Tensor, compute: torch.dtype) -> "KernelLayer | None":
-        names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
+        names: list[str] = self.active_adapters
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
         if not sparse and not low_rank:
             return None
@@ -344,6 +383,8 @@ class SupraLinear(nn.Module, SupraLayer):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., b) → (..., c)."""
         # The usual case first, without a look at anything else: it holds only where the kernels may compute.
+        if torch.compiler.is_compiling() and self._compilable(x):
+            return torch.ops.axolotl_supertune.adapted_linear(x, self._trained(), self.number, self.out_features)[0]
         if not kwargs and self.shared_input is not None:
             y = self.shared_input.output(self, x)
             if y is not None:
@@ -357,13 +398,11 @@ class SupraLinear(nn.Module, SupraLayer):
             return self.base_layer(x, *args, **kwargs)
         if self.merged:
             return self.base_layer(x, *args, **kwargs)
-        layer = self.kernel_layer(x)
-        if layer is not None:
-            from ..ops.fused import Group, linear_group
+        group = self.own_group(x)
+        if group is not None:
+            from ..ops.fused import linear_group
 
-            if self._alone is None or self._alone.layers[0] is not layer:
-                self._alone = Group([layer])
-            return linear_group(x, self._alone)[0]
+            return linear_group(x, group)[0]
         self.restore()
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         if self.supra_unloaded:
@@ -383,7 +422,12 @@ class SupraLinear(nn.Module, SupraLayer):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the base's own bits, and nothing that can be made again."""
         self.restore()
-        return {**self.__dict__, "_entry": None, "_kernel": None, "_alone": None, "_plans": {}}
+        return {**self.__dict__, "_entry": None, "_kernel": None, "_alone": None, "compiled_group": None, "_plans": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.number >= 0:
+            self.number = number_of(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._arriving = self.check_checkpoint(state_dict, prefix)
@@ -406,7 +450,8 @@ class _KnownLayer:
 
     def __init__(self, module: SupraLinear, x: Tensor, layer: "KernelLayer") -> None:
         self.layer = layer
-        self._active, self._training, self._device = list(module.active_adapters), module.training, x.device
+        active: Any = module.active_adapters
+        self._active, self._training, self._device = list(active), module.training, x.device
         self._weight: Tensor = module.base_layer.weight
         self._compute = compute_dtype(x, self._weight)
         stores = (module.supra_values, module.supra_L, module.supra_R, module.supra_indices)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.choice import requested
+from .compiled import number_of
 from .layer import SupraLinear
 
 if TYPE_CHECKING:  # Triton may be absent
@@ -103,6 +104,8 @@ def share_work(model: nn.Module) -> None:
     sweep = next((layer.sweep for layer in layers if layer.sweep is not None), None) or Sweep()
     for layer in layers:
         layer.sweep = sweep
+        if layer.number < 0:
+            layer.number = number_of(layer)
     for parent in model.modules():
         children = parent._modules
         for names in _SHARED_INPUT:
@@ -112,7 +115,7 @@ def share_work(model: nn.Module) -> None:
                 for at, member in enumerate(members):
                     member.shared_input, member.shared_place = group, at
         if is_gated_mlp(parent):
-            parent.forward = types.MethodType(_mlp_forward, parent)  # type: ignore[method-assign]
+            parent.forward = types.MethodType(_mlp_forward, parent)
 
 
 def unshare_work(model: nn.Module) -> None:
@@ -142,6 +145,8 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return type(self).forward(self, x)  # the compiler fuses what lies between the three layers
     layers = [self._modules.get(name) for name in _MLP]
     if all(isinstance(layer, SupraLinear) and not _hooked(layer) for layer in layers):
         parts = [layer.kernel_layer(x) for layer in layers]  # the inner activation is as x is, but for its width

@@ -1,0 +1,84 @@
+"""An adapted layer as one operator that torch.compile does not look into.
+
+Under torch.compile a layer is computed as in eager mode, kernels and all; the compiler sees one operator with a known
+shape and a registered gradient, and breaks no graph for it. Its inputs are what autograd must know of: x and U, L, R.
+"""
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import compute_dtype
+
+# The operator's arguments are tensors and numbers: a layer is named by a number.
+_layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def number_of(layer: Any) -> int:
+    """A number that names this layer from now on."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return number
+
+
+@torch.library.custom_op("axolotl_supertune::adapted_linear", mutates_args=())
+def adapted_linear(x: Tensor, trained: list[Tensor], number: int, out_features: int) -> list[Tensor]:
+    """y (..., c); the thin products of the low-rank part, empty without; the masks' seed, on the host."""
+    from ..ops.fused import group_forward
+
+    layer = _layers[number]
+    # Its backward takes this very group: autocast, which chose the dtype of the products, is off by then.
+    group = layer.compiled_group = layer.own_group(x, whole_input=True)
+    (y,), saved = group_forward(x, group)
+    inner = saved.tensors[1]
+    return [y, x.new_empty(0) if inner is None else inner, torch.tensor([saved.seed])]
+
+
+@adapted_linear.register_fake
+def _(x: Tensor, trained: list[Tensor], number: int, out_features: int) -> list[Tensor]:
+    layer = _layers[number]
+    dtype = compute_dtype(x, layer.base_layer.weight)
+    width = layer.thin_width()
+    inner = x.new_empty((x.numel() // x.shape[-1], width), dtype=dtype) if width else x.new_empty(0)
+    seed = torch.empty(1, dtype=torch.int64, device="cpu")
+    return [x.new_empty((*x.shape[:-1], out_features), dtype=dtype), inner, seed]
+
+
+@torch.library.custom_op("axolotl_supertune::adapted_linear_backward", mutates_args=())
+def adapted_linear_backward(
+    x: Tensor, dy: Tensor, inner: Tensor, seed: Tensor, trained: list[Tensor], number: int, wants_dx: bool
+) -> list[Tensor]:
+    """dx, empty unless wanted, and the gradients of `trained`."""
+    from ..ops.fused import Saved, group_backward
+
+    saved = Saved((x, inner if inner.numel() else None), int(seed))
+    group = _layers[number].compiled_group
+    dx, grads = group_backward((dy,), saved, group, trains=bool(trained), wants_dx=wants_dx)
+    return [x.new_empty(0) if dx is None else dx.to(x.dtype), *(grad for grad in grads if grad is not None)]
+
+
+@adapted_linear_backward.register_fake
+def _(
+    x: Tensor, dy: Tensor, inner: Tensor, seed: Tensor, trained: list[Tensor], number: int, wants_dx: bool
+) -> list[Tensor]:
+    return [torch.empty_like(x) if wants_dx else x.new_empty(0), *(torch.empty_like(each) for each in trained)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, trained, ctx.number, _ = inputs
+    _, inner, seed = output
+    ctx.save_for_backward(x, inner, seed, *trained)
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    x, inner, seed, *trained = ctx.saved_tensors
+    wants_dx = ctx.needs_input_grad[0]
+    dx, *found = adapted_linear_backward(x, grads[0], inner, seed, trained, ctx.number, wants_dx)
+    return dx if wants_dx else None, found, None, None
+
+
+adapted_linear.register_autograd(_backward, setup_context=_setup_context)
