@@ -28,6 +28,7 @@ from . import checks
 from .calibration import ActivationNorms, calibrate
 from .callbacks import LogCost, RefuseUntrained, RequireAllTrained
 from .corpus import calibration_windows
+from .ops.choice import described
 from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
 from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.model import layer_budgets
@@ -113,7 +114,8 @@ class SupertunePlugin(BasePlugin):
             model = load_trained(model, cfg, trained, asked=_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
-        LOG.info("\n%s%s", _table(model), _calibration_line(model, self._calibrated or "as the adapter was made"))
+        line = _calibration_line(model, self._calibrated or "as the adapter was made")
+        LOG.info("\n%s%s\nKernels: %s", _table(model), line, _kernels(model, cfg))
         return model, model.peft_config["default"]
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
@@ -277,6 +279,15 @@ def _table(model: Any) -> str:
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def _kernels(model: Any, cfg: Any) -> str:
+    """What will compute the adapted layers; the model may still be on its way to the device."""
+    device = torch.device(cfg.device or "cpu")
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes = [dtype for key, dtype in mixed.items() if cfg.get(key) and cfg.get(key) != "full"]
+    layer = next(module for module in model.modules() if isinstance(module, SupraLayer))
+    return described(device, dtypes[0] if dtypes else layer.base_layer.weight.dtype)
 
 
 def _calibration_line(model: Any, how: str) -> str:

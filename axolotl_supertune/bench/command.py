@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -79,10 +80,12 @@ def bench(
             temporary.write_text(row["profile"], encoding="utf-8")
         click.echo(f"wrote {output / f'profile_{profile}.txt'}")
         return
-    result = run(job, names) | {"model": model or job.model, "command": _command_line(context)}
+    named = {"model": model or job.model, "command": _command_line(context)}
+    for result in run(job, names):  # saved after every row: a run that is stopped loses none of those it has
+        with whole_file(output / "bench.json") as temporary:
+            temporary.write_text(json.dumps(result | named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    result |= named
     _show(result, as_markdown)
-    with whole_file(output / "bench.json") as temporary:
-        temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     with whole_file(output / "bench.png") as temporary:
         draw(result, temporary)
     click.echo(f"wrote {output / 'bench.json'} and {output / 'bench.png'}", err=True)
@@ -90,28 +93,19 @@ def bench(
         context.exit(1)
 
 
-def run(job: Job, names: list[str]) -> dict[str, Any]:
+def run(job: Job, names: list[str]) -> Iterator[dict[str, Any]]:
     """Measure the methods one after another, the floor first and last.
 
-    Returns:
-        The content of bench.json but for the model's name and the command.
+    Yields:
+        After each, the content of bench.json so far, but for the model's name and the command.
     """
     import peft
     import torch
 
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        needed = PEFT_CLASSES.get(name)
-        if needed and not hasattr(peft, needed):
-            note = f"PEFT {peft.__version__} has no {needed}"
-            rows.append({"method": name, "status": "not installed", "note": note})
-        else:
-            rows.append(_measure(replace(job, method=name)))
-    rows.append(_measure(replace(job, method="floor")) | {"again": True})
-    add_ratios(rows)
     cpu = job.device == "cpu"
     shared = {key: value for key, value in asdict(job).items() if key not in ("method", "model", "device", "profile")}
-    return {
+    rows: list[dict[str, Any]] = []
+    result = {
         "device": "CPU" if cpu else torch.cuda.get_device_name(),
         "cpu": cpu,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -119,6 +113,18 @@ def run(job: Job, names: list[str]) -> dict[str, Any]:
         "job": {**shared, "dtype": "fp32" if cpu else "bf16"},
         "rows": rows,
     }
+    for name in names:
+        needed = PEFT_CLASSES.get(name)
+        if needed and not hasattr(peft, needed):
+            note = f"PEFT {peft.__version__} has no {needed}"
+            rows.append({"method": name, "status": "not installed", "note": note})
+        else:
+            rows.append(_measure(replace(job, method=name)))
+        add_ratios(rows)
+        yield result
+    rows.append(_measure(replace(job, method="floor")) | {"again": True})
+    add_ratios(rows)
+    yield result
 
 
 def _measure(job: Job) -> dict[str, Any]:

@@ -45,6 +45,15 @@ def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return f"they run on CUDA devices, not on {device.type}"
 
 
+def described(device: torch.device, dtype: torch.dtype) -> str:
+    """One line for a log: what computes the adapted layers on this device in this dtype."""
+    asked = requested()
+    if asked == "reference":
+        return f"reference ({VARIABLE}=reference)"
+    reason = device_obstacle(device, dtype)
+    return f"Triton, on {device}" if reason is None else f"reference: {reason}"
+
+
 def takes_kernels(
     x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank], *, layer: str
 ) -> bool:
