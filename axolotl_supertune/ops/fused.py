@@ -29,7 +29,14 @@ class Layer(NamedTuple):
     dropout: float = 0.0
 
 
-class Group:
+class _Remade:
+    """What is bound to this process's tensors and kernels: a copy or a pickle has None there, and makes it anew."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class Group(_Remade):
     """One to three layers that read the same input, with everything bound that stays from step to step.
 
     Those with a low-rank part drop out alike and have one padded rank: see `fit_together`.
@@ -144,7 +151,7 @@ class Group:
         return [grads.get(place) for place in self._places]
 
 
-class GatedMLP:
+class GatedMLP(_Remade):
     """down(silu(gate(x))·up(x)) with all three layers adapted."""
 
     def __init__(self, gate: Layer, up: Layer, down: Layer) -> None:
@@ -194,7 +201,7 @@ def group_forward(x: Tensor, group: Group) -> tuple[list[Tensor], Saved]:
     rows = _rows(x, group.dtype)
     with _no_autocast(x.device.type):
         outputs, inner = group.forward(rows, seed)
-    return [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs], Saved((group.kept(x, rows), inner), seed)
+    return [_like(y, x) for y in outputs], Saved((group.kept(x, rows), inner), seed)
 
 
 def group_backward(
@@ -220,7 +227,7 @@ def mlp_forward(x: Tensor, mlp: GatedMLP) -> tuple[Tensor, Saved]:
         (gate, up), inner = mlp.gate_up.forward(rows, seed)
         (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
     saved = (mlp.gate_up.kept(x, rows), gate, up, inner, inner_down)
-    return y.view(*x.shape[:-1], y.shape[-1]), Saved(saved, seed)
+    return _like(y, x), Saved(saved, seed)
 
 
 def mlp_backward(
@@ -325,12 +332,20 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """(T, n), contiguous, aligned, in the dtype of the products."""
     if x.dtype is not dtype:
         x = x.to(dtype)
-    rows = x.contiguous().view(-1, x.shape[-1])
-    return rows if rows.data_ptr() % 16 == 0 else aligned(rows)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    if x.data_ptr() & 15:
+        x = aligned(x)
+    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
+
+
+def _like(y: Tensor, x: Tensor) -> Tensor:
+    """y (T, c) in the shape of x (..., b) but for the last dimension."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
 
 def _shaped(dx: Tensor | None, dy: Tensor) -> Tensor | None:
-    return None if dx is None else dx.view(*dy.shape[:-1], dx.shape[-1])
+    return None if dx is None else _like(dx, dy)
 
 
 def _as(dx: Tensor | None, dtype: torch.dtype) -> Tensor | None:

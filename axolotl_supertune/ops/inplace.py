@@ -48,7 +48,8 @@ class Entry:
         self.packed: tuple[Tensor, Tensor] | None = None
         if L is not None and R is not None:
             rank = kernels.padded_rank(R.shape[0])
-            left, right = (torch.empty((rank, size), dtype=dtype, device=R.device) for size in weight.shape)
+            with torch.inference_mode(False):  # made in an evaluation, used in training
+                left, right = (torch.empty((rank, size), dtype=dtype, device=R.device) for size in weight.shape)
             self.packed = left, right
 
     def is_of(self, *operands: Any) -> bool:
@@ -87,7 +88,12 @@ class Entry:
         moved = self.weight.data_ptr() != self._address
         if self.plan is not None and (moved or not self.written):
             # If another tensor was put in the weight's place, what it holds is W.
-            self.saved = torch.index_select(self.weight.detach().view(-1), 0, self.plan.indices)
+            if self.saved is None or moved:
+                with torch.inference_mode(False):
+                    self.saved = torch.empty(
+                        self.plan.indices.shape, dtype=self.weight.dtype, device=self.weight.device
+                    )
+            torch.index_select(self.weight.detach().view(-1), 0, self.plan.indices, out=self.saved)
             # Whoever kept W for a backward of its own shall hear of it. Later writes put down the same bits again, or
             # those of the next step, and pass by the counter.
             torch.autograd.graph.increment_version(self.weight)

@@ -202,10 +202,10 @@ class SampledProducts:
             for add in (False, True)
         }
 
-    def new(self) -> Sequence[Tensor]:
+    def new(self) -> list[Tensor]:
         """Room for the results: (s_k,) fp32 each."""
         device = self.plans[0].indices.device
-        return torch.empty(sum(self._sizes), dtype=torch.float32, device=device).split_with_sizes(self._sizes)
+        return [torch.empty(size, dtype=torch.float32, device=device) for size in self._sizes]
 
     def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]], outs: Sequence[Tensor], *, add: bool = False) -> None:
         """Fill `outs`, or add to them, from (dyᵀ (c, T'), xᵀ (b, T')) of each part, as `Transpose` gives them."""

@@ -63,8 +63,9 @@ class SupraLayer(BaseTunerLayer):
         self._weight_before_merge: Tensor | None = None
         # The fast path: what is written into the base weight, how its gradient is computed, who reads the same input.
         self._entry: Entry | None = None
-        self._kernel: _KnownLayer | None = None
-        self._alone: Group | None = None
+        # One for training and one for evaluation: their dropouts differ.
+        self._known: dict[bool, _KnownLayer] = {}
+        self._alone: dict[tuple[bool, bool], Group] = {}
         self._plans: dict[str, Plan] = {}
         self.sweep: Sweep | None = None
         self.shared_input: SharedInput | None = None
@@ -160,7 +161,7 @@ class SupraLayer(BaseTunerLayer):
         """Remove an adapter, as PEFT does, from the base layer's own weight."""
         self.restore()
         self._plans.pop(adapter_name, None)
-        self._kernel = None
+        self._known.clear()
         super().delete_adapter(adapter_name)
 
     def kernel_layer(self, x: Tensor) -> "KernelLayer | None":
@@ -168,14 +169,14 @@ class SupraLayer(BaseTunerLayer):
 
         None where something else computes it: adapters are off, merged or still to be loaded, or the reference path.
         """
-        known = self._kernel
+        known = self._known.get(self.training)
         if known is None or not known.holds(self, x):
             if self._disable_adapters or self.merged_adapters or self.supra_unloaded:
                 return None
             layer = self._new_kernel_layer(x, compute_dtype(x, self.base_layer.weight))
             if layer is None:
                 return None
-            known = self._kernel = _KnownLayer(self, x, layer)
+            known = self._known[self.training] = _KnownLayer(self, x, layer)
         assert self.sweep is not None
         self.sweep.refresh(known.layer.entry)
         return known.layer
@@ -185,11 +186,12 @@ class SupraLayer(BaseTunerLayer):
         layer = self.kernel_layer(x)
         if layer is None:
             return None
-        if self._alone is None or self._alone.layers[0] is not layer or self._alone.whole_input != whole_input:
+        group = self._alone.get((self.training, whole_input))
+        if group is None or group.layers[0] is not layer:
             from ..ops.fused import Group
 
-            self._alone = Group([layer], whole_input=whole_input)
-        return self._alone
+            group = self._alone[self.training, whole_input] = Group([layer], whole_input=whole_input)
+        return group
 
     def thin_width(self) -> int:
         """Columns of what the low-rank part leaves for its backward: the padded rank, or 0."""
@@ -416,13 +418,13 @@ class SupraLinear(nn.Module, SupraLayer):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.restore()
         self._plans.clear()
-        self._kernel = None
+        self._known.clear()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the base's own bits, and nothing that can be made again."""
         self.restore()
-        return {**self.__dict__, "_entry": None, "_kernel": None, "_alone": None, "compiled_group": None, "_plans": {}}
+        return {**self.__dict__, "_entry": None, "_known": {}, "_alone": {}, "compiled_group": None, "_plans": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -433,7 +435,7 @@ class SupraLinear(nn.Module, SupraLayer):
         self._arriving = self.check_checkpoint(state_dict, prefix)
         self.restore()
         self._plans.clear()
-        self._kernel = None
+        self._known.clear()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:

@@ -5,7 +5,6 @@ gradient of the input is summed inside the matrix products. A model's own code s
 called computes its siblings too, and they hand out what is there when they are called with the very same tensor.
 """
 
-import copy
 import importlib.util
 import inspect
 import types
@@ -40,7 +39,7 @@ class SharedInput:
         self._key: Any = None
         self._outputs: dict[int, Tensor] = {}
         self._misses = 0
-        self._group: Group | None = None
+        self._groups: dict[bool, Group] = {}
 
     def output(self, layer: SupraLinear, x: Tensor) -> Tensor | None:
         """y of `layer`, or None if it is to be computed alone."""
@@ -74,24 +73,23 @@ class SharedInput:
             if layer is None:
                 return None
             layers.append(layer)
-        if self._group is None or any(a is not b for a, b in zip(self._group.layers, layers, strict=True)):
+        training = self._members[0].training
+        group = self._groups.get(training)
+        if group is None or any(a is not b for a, b in zip(group.layers, layers, strict=True)):
             from ..ops.fused import Group, fit_together
 
             if not fit_together(layers):
                 return None
-            self._group = Group(layers)
-        return self._group
+            group = self._groups[training] = Group(layers)
+        return group
 
     def dissolve(self) -> None:
         """Let every member compute alone from now on."""
         for member in self._members:
             member.shared_input = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedInput":
-        return SharedInput([copy.deepcopy(member, memo) for member in self._members])
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"_members": self._members, "_x": None, "_key": None, "_outputs": {}, "_misses": 0, "_group": None}
+        return {"_members": self._members, "_x": None, "_key": None, "_outputs": {}, "_misses": 0, "_groups": {}}
 
 
 def share_work(model: nn.Module) -> None:
@@ -126,7 +124,7 @@ def unshare_work(model: nn.Module) -> None:
         own = vars(module).get("forward")
         if isinstance(own, types.MethodType) and own.__func__ is _mlp_forward:
             del module.forward
-            vars(module).pop("_supra_mlp", None)
+            vars(module).pop("_supra_mlps", None)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -153,10 +151,10 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
         if None not in parts:
             from ..ops.fused import GatedMLP, fit_together, gated_mlp
 
-            mlp = vars(self).get("_supra_mlp")
+            known = vars(self).setdefault("_supra_mlps", {})
+            mlp = known.get(self.training)
             if mlp is None or any(a is not b for a, b in zip(mlp.layers, parts, strict=True)):
-                mlp = GatedMLP(*parts) if fit_together(parts[:2]) else None
-                self._supra_mlp = mlp
+                mlp = known[self.training] = GatedMLP(*parts) if fit_together(parts[:2]) else None
             if mlp is not None:
                 return gated_mlp(x, mlp)
     return type(self).forward(self, x)

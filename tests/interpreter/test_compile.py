@@ -1,0 +1,61 @@
+"""Under torch.compile an adapted layer is one operator: no graph break, and the eager gradients."""
+
+import pytest
+import torch
+from peft import get_peft_model
+
+from axolotl_supertune import SupraConfig
+
+
+def make_model(tiny_llama, supra_lambda):
+    config = SupraConfig(
+        r0=1,
+        supra_lambda=supra_lambda,
+        mask_score="magnitude",
+        lora_dropout=0.0,
+        init_weights=False,
+        target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(3)
+    return get_peft_model(tiny_llama(num_hidden_layers=1), config).train()
+
+
+def gradients(model, ids):
+    model.zero_grad(set_to_none=True)
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return out.loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("supra_lambda", [0, 1])
+def test_no_graph_break_and_the_eager_gradients(supra_lambda, tiny_llama, ids):
+    ids = ids[:, :5]
+    model = make_model(tiny_llama, supra_lambda)
+    loss, expected = gradients(model, ids)
+    torch._dynamo.reset()
+    assert torch._dynamo.explain(model)(input_ids=ids, labels=ids, use_cache=False).graph_break_count == 0
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad(set_to_none=True)
+    out = compiled(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), loss)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiled_model_sees_what_an_optimizer_changed(tiny_llama, ids):
+    ids = ids[:, :5]
+    model = make_model(tiny_llama, 0)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        before = compiled(input_ids=ids, use_cache=False).logits
+        for name, parameter in model.named_parameters():
+            if "supra_values" in name:
+                parameter.data.mul_(3)  # no trace in autograd's version counter
+        after = compiled(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(after, model(input_ids=ids, use_cache=False).logits)
+    assert not torch.equal(before, after)
