@@ -18,6 +18,7 @@ from .corpus import (
     DEFAULT_TEXT_FIELD,
     check_source,
 )
+from .ops.choice import requested
 from .tuner import SupraConfig
 
 Config = MutableMapping[str, Any]
@@ -127,6 +128,7 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
                 "drop the key."
             )
         return
+    requested()  # a wrong SUPERTUNE_KERNELS is told before anything is loaded
     _check_modes(cfg)
     if adapter == "super":
         if _number(cfg, "supra_lambda") not in (None, 0):

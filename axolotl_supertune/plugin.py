@@ -286,8 +286,9 @@ def _kernels(model: Any, cfg: Any) -> str:
     device = torch.device(cfg.device or "cpu")
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtypes = [dtype for key, dtype in mixed.items() if cfg.get(key) and cfg.get(key) != "full"]
-    layer = next(module for module in model.modules() if isinstance(module, SupraLayer))
-    return described(device, dtypes[0] if dtypes else layer.base_layer.weight.dtype)
+    layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
+    rank = max(budget.rank for layer in layers for budget in layer.supra_budget.values())
+    return described(device, dtypes[0] if dtypes else layers[0].base_layer.weight.dtype, rank)
 
 
 def _calibration_line(model: Any, how: str) -> str:

@@ -17,3 +17,9 @@ ruff format --check .
 mypy
 lint-imports
 python -m pytest --show-capture=no "$@"
+
+# The Triton kernels on the CPU, unless files were named: Triton decides at its first import whether it interprets.
+for argument in "$@"; do
+    if [ -e "${argument%%::*}" ]; then exit; fi
+done
+TRITON_INTERPRET=1 SUPERTUNE_KERNELS=triton python -m pytest --show-capture=no tests/interpreter "$@" || [ $? = 5 ]

@@ -3,8 +3,10 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -15,6 +17,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from .. import __version__
 from ..files import whole_file
 from .job import METHODS, PEFT_CLASSES, SHAPES, Job, parameter_count
 from .report import add_ratios, draw, markdown, print_table
@@ -61,18 +64,27 @@ def bench(
     (a local folder), and lora_r, supra_lambda, lora_dropout, micro_batch_size, sequence_len and attn_implementation.
     Each method runs in a process of its own; one that fails is a row that says so, and exit code 1.
 
-    Leaves OUTPUT/bench.json and OUTPUT/bench.png.
+    Leaves OUTPUT/bench.json and OUTPUT/bench.png. While it runs, the rows so far are in OUTPUT/bench.partial.json,
+    which --from reads as well.
     """
     if earlier is not None:
-        _show(json.loads(earlier.read_text(encoding="utf-8")), as_markdown)
+        try:
+            _show(json.loads(earlier.read_text(encoding="utf-8")), as_markdown)
+        except (ValueError, KeyError, TypeError) as error:
+            raise click.ClickException(f"--from {earlier}: not a bench.json ({error!r}).") from error
         return
     names = _method_names(methods)
+    _check_environment(output)
     job = _job(model, device, {key: value for key, value in settings.items() if value})
     if job.device == "cpu":
         click.echo("No GPU is used: these are CPU numbers of a small shape, and not the claim.", err=True)
     if model is not None and model not in SHAPES:
         click.echo(f"{model}: shape and settings are read, the weights are random.", err=True)
     if profile:
+        import peft
+
+        if profile in PEFT_CLASSES and not hasattr(peft, PEFT_CLASSES[profile]):
+            raise click.ClickException(f"--profile {profile}: PEFT {peft.__version__} has no {PEFT_CLASSES[profile]}.")
         row = _measure(replace(job, method=profile, profile=True))
         if row["status"] != "ok":
             raise click.ClickException(f"{profile}: {row['note']}")
@@ -80,12 +92,15 @@ def bench(
             temporary.write_text(row["profile"], encoding="utf-8")
         click.echo(f"wrote {output / f'profile_{profile}.txt'}")
         return
-    named = {"model": model or job.model, "command": _command_line(context)}
-    for result in run(job, names):  # saved after every row: a run that is stopped loses none of those it has
-        with whole_file(output / "bench.json") as temporary:
-            temporary.write_text(json.dumps(result | named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    named = {"model": model or job.model, "command": _command_line(context), "methods": names}
+    # After every row, beside what an earlier run left: one that is stopped loses neither.
+    partial = output / "bench.partial.json"
+    for result in run(job, names):
+        _write_json(partial, result | named)
     result |= named
     _show(result, as_markdown)
+    _write_json(output / "bench.json", result)
+    partial.unlink()
     with whole_file(output / "bench.png") as temporary:
         draw(result, temporary)
     click.echo(f"wrote {output / 'bench.json'} and {output / 'bench.png'}", err=True)
@@ -131,16 +146,46 @@ def _measure(job: Job) -> dict[str, Any]:
     """The row of one method, from a process of its own."""
     click.echo(f"{job.method}: {METHODS[job.method]} …", err=True)
     command = [sys.executable, "-m", "axolotl_supertune.bench.worker", json.dumps(asdict(job))]
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    worker = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
-        row: dict[str, Any] = json.loads(ended.stdout.strip().rpartition("\n")[2])
+        output, errors = worker.communicate()
+    finally:  # whatever ends this process ends the worker, which holds a GPU
+        worker.kill()
+        worker.wait()
+    try:
+        row: dict[str, Any] = json.loads(output.strip().rpartition("\n")[2])
     except ValueError:  # killed, or it could not start
-        last = ended.stderr.strip().rpartition("\n")[2]
-        note = f"the process ended with code {ended.returncode}: {last[:300]}"
+        code = worker.returncode
+        last = errors.strip().rpartition("\n")[2][:300]
+        killed = f"the process was killed by {signal.Signals(-code).name if code < 0 else code} (out of host memory?)"
+        note = killed if code < 0 else f"the process ended with code {code}: {last}"
         row = {"method": job.method, "status": "failed", "note": note}
     if row["status"] != "ok":
-        click.echo(ended.stderr[-4000:], err=True)
+        click.echo(errors[-4000:], err=True)
     return row
+
+
+def _write_json(path: Path, result: dict[str, Any]) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_environment(output: Path) -> None:
+    """What would otherwise be found out after the first measurement, or leave a worker behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    from ..ops.choice import requested
+
+    try:
+        requested()
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except (OSError, ValueError) as error:
+        raise click.ClickException(
+            f"--output {output}: {error}" if isinstance(error, OSError) else str(error)
+        ) from error
 
 
 def _method_names(methods: str | None) -> list[str]:
@@ -181,8 +226,11 @@ def _yaml_settings(path: str) -> dict[str, Any]:
 
     if not path.endswith((".yml", ".yaml")) or not Path(path).is_file():
         raise click.ClickException(f"--model {path}: neither one of {', '.join(SHAPES)} nor a YAML file.")
-    config = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    base = config.get("base_model")
+    try:
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        base = config.get("base_model")
+    except (yaml.YAMLError, AttributeError) as error:
+        raise click.ClickException(f"--model {path}: not a YAML of keys ({error}).") from error
     if not base or not Path(base).exists():
         raise click.ClickException(
             f"base_model: {base!r} in {path} is no local folder; put the model's config.json into a folder and name "
@@ -217,7 +265,7 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        return __version__ if package == PACKAGES[0] else None  # a checkout on the path
 
 
 def _show(result: dict[str, Any], as_markdown: bool) -> None:

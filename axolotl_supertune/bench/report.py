@@ -81,6 +81,10 @@ def remarks(result: dict[str, Any]) -> list[str]:
                 f"{row['calibration_seconds']:.2f} s{memory}; the bare forward pass "
                 f"{row['calibration_forward_seconds']:.2f} s{bare}."
             )
+    absent = [name for name in result.get("methods", ()) if name not in {row["method"] for row in result["rows"]}]
+    if absent or len(floors) == 1:
+        missing = ", ".join([*absent, *(["the second floor"] if len(floors) == 1 else [])])
+        lines.append(f"The run was stopped before it ended; not measured: {missing}.")
     lines += [f"{row['method']}: {row['status']}: {row['note']}" for row in result["rows"] if row["status"] != "ok"]
     for row in result["rows"]:
         if row["method"] in OWN_METHODS:

@@ -42,16 +42,26 @@ def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and requested() == "triton":
         return None
-    return f"they run on CUDA devices, not on {device.type}"
+    return f"the kernels run on CUDA devices, not on {device.type}"
 
 
-def described(device: torch.device, dtype: torch.dtype) -> str:
-    """One line for a log: what computes the adapted layers on this device in this dtype."""
+def described(device: torch.device, dtype: torch.dtype, rank: int) -> str:
+    """One line for a log: what computes the adapted layers of this rank on this device in this dtype.
+
+    Raises:
+        RuntimeError: SUPERTUNE_KERNELS=triton and the kernels cannot.
+    """
     asked = requested()
     if asked == "reference":
         return f"reference ({VARIABLE}=reference)"
     reason = device_obstacle(device, dtype)
-    return f"Triton, on {device}" if reason is None else f"reference: {reason}"
+    if reason is None and rank > _MAX_RANK:
+        reason = f"rank {rank} is above {_MAX_RANK}"
+    if reason is None:
+        return f"Triton, on {device}"
+    if asked == "triton":
+        raise RuntimeError(f"{VARIABLE}=triton, but the Triton kernels cannot compute this model: {reason}.")
+    return f"reference, not Triton: {reason}"
 
 
 def takes_kernels(
@@ -104,6 +114,19 @@ def _obstacle(x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Seq
     if x.numel() == 0:
         return "the input is empty"
     return _device_obstacle(x.device, compute_dtype(x, weight), requested())
+
+
+def may_take_kernels(x: Tensor, weight: Tensor, low_rank: Sequence[LowRank]) -> bool:
+    """The part of `takes_kernels` that torch.compile can look into: what tensors alone decide."""
+    return (
+        compute_dtype(x, weight) in _DTYPES
+        and weight.dtype in _DTYPES
+        and not weight.requires_grad
+        and weight.is_contiguous()
+        and min(weight.shape) > 1
+        and x.numel() > 0
+        and all(part.L.shape[1] <= _MAX_RANK for part in low_rank)
+    )
 
 
 _known: dict[tuple[torch.device, torch.dtype, str], str | None] = {}

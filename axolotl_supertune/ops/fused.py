@@ -46,7 +46,6 @@ class Group(_Remade):
         self.layers, self.whole_input = list(layers), whole_input
         self.entries = [layer.entry for layer in layers]
         self.dtype = self.entries[0].dtype
-        self.biases = [None if layer.bias is None else layer.bias.to(self.dtype) for layer in layers]
         self.sparse = [at for at, entry in enumerate(self.entries) if entry.plan is not None]
         self.low_rank = [at for at, entry in enumerate(self.entries) if entry.packed is not None]
         self.threshold = 0
@@ -56,7 +55,7 @@ class Group(_Remade):
             lefts, rights = zip(*(entry.packed for entry in chosen if entry.packed is not None), strict=True)
             self.threshold = kernels.dropout_threshold(layers[self.low_rank[0]].dropout)
             self.narrow = kernels.Narrow(rights, self.threshold, stream)
-            self.widen = kernels.Widen(lefts, [self.biases[at] for at in self.low_rank])
+            self.widen = kernels.Widen(lefts)
             self.narrow_each = kernels.NarrowEach(lefts)
             widths, ranks = zip(*(entry.L.shape for entry in chosen if entry.L is not None), strict=True)
             scales = [entry.scaling for entry in chosen]
@@ -88,19 +87,21 @@ class Group(_Remade):
     def forward(self, x: Tensor, seed: int) -> tuple[list[Tensor], Tensor | None]:
         """x (T, b) → (T, c) of every layer, and the thin products (T, k·r') of those with a low-rank part."""
         if not self.low_rank:
-            pairs = zip(self.entries, self.biases, strict=True)
-            return [F.linear(x, _weight(entry), bias) for entry, bias in pairs], None
+            return [F.linear(x, _weight(layer.entry), self._bias(layer)) for layer in self.layers], None
         inner = self.narrow(x, seed)
-        added = self.widen(inner)
-        if len(added) == len(self.entries):
-            return [y.addmm_(x, _weight(entry).t()) for y, entry in zip(added, self.entries, strict=True)], inner
+        added = iter(self.widen(inner))
         outputs = []
-        for at, entry in enumerate(self.entries):
-            if at in self.low_rank:
-                outputs.append(added[self.low_rank.index(at)].addmm_(x, _weight(entry).t()))
-            else:
-                outputs.append(F.linear(x, _weight(entry), self.biases[at]))
+        for layer in self.layers:
+            weight, bias = _weight(layer.entry), self._bias(layer)
+            if layer.entry.packed is None:
+                outputs.append(F.linear(x, weight, bias))
+                continue
+            y = next(added).addmm_(x, weight.t())
+            outputs.append(y if bias is None else y.add_(bias))
         return outputs, inner
+
+    def _bias(self, layer: Layer) -> Tensor | None:
+        return layer.bias if layer.bias is None or layer.bias.dtype is self.dtype else layer.bias.to(self.dtype)
 
     def backward(
         self, x: Tensor, dys: list[Tensor], inner: Tensor | None, seed: int, *, trains: bool, wants_dx: bool
@@ -180,54 +181,59 @@ def fit_together(layers: Sequence[Layer]) -> bool:
 
 def linear_group(x: Tensor, group: Group) -> tuple[Tensor, ...]:
     """x·Ŵᵀ + bias of the layers of a group for x (..., b): (..., c) each, equal to `sparse_linear`."""
+    if not torch.is_grad_enabled():
+        return tuple(group_forward(x, group, keeps=False)[0])
     return _LinearGroup.apply(x, group, *group.trained)
 
 
 def gated_mlp(x: Tensor, mlp: GatedMLP) -> Tensor:
     """down(silu(gate(x))·up(x)), keeping neither silu(gate) nor the product: (..., b) → (..., c)."""
+    if not torch.is_grad_enabled():
+        return mlp_forward(x, mlp, keeps=False)[0]
     return _GatedMLP.apply(x, mlp, *mlp.trained)
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward: tensors, and the seed of its masks."""
+    """What a forward leaves for its backward: tensors, the seed of its masks, and the state of U, L and R."""
 
     tensors: tuple[Tensor | None, ...]
     seed: int
+    versions: "list[tuple[tuple[Tensor, int], ...]]"
 
 
-def group_forward(x: Tensor, group: Group) -> tuple[list[Tensor], Saved]:
-    """Without autograd: the outputs, and what `group_backward` wants."""
+def group_forward(x: Tensor, group: Group, *, keeps: bool = True) -> tuple[list[Tensor], Saved]:
+    """Without autograd: the outputs, and what `group_backward` wants unless there will be none."""
     seed = _seed(x, group.threshold)
     rows = _rows(x, group.dtype)
     with _no_autocast(x.device.type):
         outputs, inner = group.forward(rows, seed)
-    return [_like(y, x) for y in outputs], Saved((group.kept(x, rows), inner), seed)
+    kept = group.kept(x, rows) if keeps else None
+    return [_like(y, x) for y in outputs], Saved((kept, inner), seed, [entry.versions for entry in group.entries])
 
 
 def group_backward(
     dys: Sequence[Tensor], saved: Saved, group: Group, *, trains: bool, wants_dx: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """dx (..., b) in the dtype of the products, and the gradients of `group.trained`."""
-    for entry in group.entries:
-        entry.ensure()
     x, inner = saved.tensors
     assert x is not None
-    rows, dy_rows = _rows(x, group.dtype), [_rows(dy, group.dtype) for dy in dys]
-    dx, found = group.backward(rows, dy_rows, inner, saved.seed, trains=trains, wants_dx=wants_dx)
-    if group.sparse and trains:
-        group.sampled(rows, dy_rows, found)
+    with _Written(group.entries, saved.versions):
+        rows, dy_rows = _rows(x, group.dtype), [_rows(dy, group.dtype) for dy in dys]
+        dx, found = group.backward(rows, dy_rows, inner, saved.seed, trains=trains, wants_dx=wants_dx)
+        if group.sparse and trains:
+            group.sampled(rows, dy_rows, found)
     return _shaped(dx, dys[0]), group.results(found)
 
 
-def mlp_forward(x: Tensor, mlp: GatedMLP) -> tuple[Tensor, Saved]:
-    """Without autograd: the output, and what `mlp_backward` wants."""
+def mlp_forward(x: Tensor, mlp: GatedMLP, *, keeps: bool = True) -> tuple[Tensor, Saved]:
+    """Without autograd: the output, and what `mlp_backward` wants unless there will be none."""
     seed = _seed(x, mlp.gate_up.threshold or mlp.down.threshold)
     rows = _rows(x, mlp.gate_up.dtype)
     with _no_autocast(x.device.type):
         (gate, up), inner = mlp.gate_up.forward(rows, seed)
         (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
-    saved = (mlp.gate_up.kept(x, rows), gate, up, inner, inner_down)
-    return _like(y, x), Saved(saved, seed)
+    saved = (mlp.gate_up.kept(x, rows) if keeps else None, gate, up, inner, inner_down)
+    return _like(y, x), Saved(saved, seed, [layer.entry.versions for layer in mlp.layers])
 
 
 def mlp_backward(
@@ -238,39 +244,63 @@ def mlp_backward(
     assert x is not None
     assert gate is not None
     assert up is not None
-    for layer in mlp.layers:
-        layer.entry.ensure()
-    rows, dy = _rows(x, mlp.gate_up.dtype), _rows(grad, mlp.down.dtype)
-    together = trains and mlp.together and dy.shape[0] <= kernels.TOKENS_AT_ONCE
-    down_alone = trains and bool(mlp.down.sparse) and not together
-    # The product is needed whole for dR of down, and for its dU where that is not taken from the transposed one.
-    h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_alone else gate
-    dh, found_down = mlp.down.backward(h, [dy], inner_down, saved.seed, trains=trains, wants_dx=True)
-    assert dh is not None
-    if down_alone:
-        mlp.down.sampled(h, [dy], found_down)
-    del h
-    d_gate, d_up, *transposed = mlp.swiglu.backward(dh, gate, up, transposed=together)
-    del dh
-    dys = [d_gate, d_up]
-    dx, found = mlp.gate_up.backward(rows, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
-    if together:
-        gate_t, up_t, h_t = transposed
-        x_t, dy_t = mlp.transpose(rows, dy)
-        outs = mlp.products.new()
-        mlp.products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], outs)
-        mlp.gate_up.keep_sampled(outs[:2], found)
-        mlp.down.keep_sampled(outs[2:], found_down)
-    elif trains and mlp.gate_up.sparse:
-        mlp.gate_up.sampled(rows, dys, found)
+    with _Written([layer.entry for layer in mlp.layers], saved.versions):
+        rows, dy = _rows(x, mlp.gate_up.dtype), _rows(grad, mlp.down.dtype)
+        together = trains and mlp.together and dy.shape[0] <= kernels.TOKENS_AT_ONCE
+        down_alone = trains and bool(mlp.down.sparse) and not together
+        # The product is needed whole for dR of down, and for its dU where that is not taken from the transposed one.
+        h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_alone else gate
+        dh, found_down = mlp.down.backward(h, [dy], inner_down, saved.seed, trains=trains, wants_dx=True)
+        assert dh is not None
+        if down_alone:
+            mlp.down.sampled(h, [dy], found_down)
+        del h
+        d_gate, d_up, *transposed = mlp.swiglu.backward(dh, gate, up, transposed=together)
+        del dh
+        dys = [d_gate, d_up]
+        dx, found = mlp.gate_up.backward(rows, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
+        if together:
+            gate_t, up_t, h_t = transposed
+            x_t, dy_t = mlp.transpose(rows, dy)
+            outs = mlp.products.new()
+            mlp.products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], outs)
+            mlp.gate_up.keep_sampled(outs[:2], found)
+            mlp.down.keep_sampled(outs[2:], found_down)
+        elif trains and mlp.gate_up.sparse:
+            mlp.gate_up.sampled(rows, dys, found)
     return _shaped(dx, grad), [*mlp.gate_up.results(found), *mlp.down.results(found_down)]
+
+
+class _Written:
+    """While a backward runs: the weights hold what its forward used, and afterwards what they held before.
+
+    Raises:
+        RuntimeError: U, L or R changed since the forward; the gradient would be that of another model.
+    """
+
+    def __init__(self, entries: Sequence[Entry], versions: "list[tuple[tuple[Tensor, int], ...]]") -> None:
+        self._entries = entries
+        for each in versions:
+            for tensor, version in each:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        "an adapter's values were changed between a forward and its backward: call backward() before "
+                        "step()."
+                    )
+
+    def __enter__(self) -> None:
+        self._again = [entry for entry in self._entries if entry.ensure()]
+
+    def __exit__(self, *error: object) -> None:
+        for entry in self._again:
+            entry.restore()
 
 
 class _LinearGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, *trained: Tensor) -> tuple[Tensor, ...]:
         outputs, saved = group_forward(x, group)
-        ctx.group, ctx.seed, ctx.x_dtype = group, saved.seed, x.dtype
+        ctx.group, ctx.rest, ctx.x_dtype = group, saved[1:], x.dtype
         ctx.save_for_backward(*saved.tensors)
         return tuple(outputs)
 
@@ -278,7 +308,7 @@ class _LinearGroup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> Any:
         needs = ctx.needs_input_grad
-        saved = Saved(ctx.saved_tensors, ctx.seed)
+        saved = Saved(ctx.saved_tensors, *ctx.rest)
         dx, grads = group_backward(dys, saved, ctx.group, trains=any(needs[2:]), wants_dx=needs[0])
         return _as(dx, ctx.x_dtype), None, *grads
 
@@ -287,7 +317,7 @@ class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mlp: GatedMLP, *trained: Tensor) -> Tensor:
         y, saved = mlp_forward(x, mlp)
-        ctx.mlp, ctx.seed, ctx.x_dtype = mlp, saved.seed, x.dtype
+        ctx.mlp, ctx.rest, ctx.x_dtype = mlp, saved[1:], x.dtype
         ctx.save_for_backward(*saved.tensors)
         return y
 
@@ -295,7 +325,7 @@ class _GatedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad
-        saved = Saved(ctx.saved_tensors, ctx.seed)
+        saved = Saved(ctx.saved_tensors, *ctx.rest)
         dx, grads = mlp_backward(dy, saved, ctx.mlp, trains=any(needs[2:]), wants_dx=needs[0])
         return _as(dx, ctx.x_dtype), None, *grads
 
@@ -340,8 +370,9 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _like(y: Tensor, x: Tensor) -> Tensor:
-    """y (T, c) in the shape of x (..., b) but for the last dimension."""
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
+    """y (T, c) in the shape of x (..., b) but for the last dimension; not a view to autograd, which would forbid
+    to change it."""
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _shaped(dx: Tensor | None, dy: Tensor) -> Tensor | None:

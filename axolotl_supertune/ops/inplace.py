@@ -40,6 +40,7 @@ class Entry:
         self.L, self.R, self.scaling, self.dtype = L, R, scaling, dtype
         self.written = False
         self.fresh = False
+        self.place = -1
         self.saved: Tensor | None = None
         self._alone: _Tables | None = None
         self._address = 0
@@ -57,18 +58,21 @@ class Entry:
         mine = (self.weight, self.values, self.plan, self.L, self.R, self.scaling, self.dtype)
         return all(one is other for one, other in zip(mine[:5], operands[:5], strict=True)) and mine[5:] == operands[5:]
 
-    def ensure(self) -> None:
-        """Before a backward: write again if the weight was restored since the forward.
+    def ensure(self) -> bool:
+        """For a backward: write again if the weight was restored, or written by another entry, since the forward.
 
-        Raises:
-            RuntimeError: U, L or R changed since then; the gradient would be that of another model.
+        Returns:
+            Whether it was; whoever asked then restores it afterwards.
         """
-        if not self.written:
-            self._write_alone()
-        elif not self.is_current():
+        if self.written and self.weight.data_ptr() == self._address:
+            return False
+        if self.weight.data_ptr() != self._address:
             raise RuntimeError(
-                "an adapter's values were changed between a forward and its backward: call backward() before step()."
+                "the weight of an adapted layer was replaced between a forward and its backward (by a merge?): call "
+                "backward() first."
             )
+        self._write_alone()
+        return True
 
     def restore(self) -> None:
         """Put W's bits back; nothing if nothing is written, or if another tensor was put in the weight's place."""
@@ -87,6 +91,11 @@ class Entry:
         """Save W on the support before the first write."""
         moved = self.weight.data_ptr() != self._address
         if self.plan is not None and (moved or not self.written):
+            # One entry at a time is written into a weight: what this one saves as W must be W.
+            owner = _owners.get(self.weight.data_ptr())
+            if owner is not None and owner is not self:
+                owner.restore()
+            _owners[self.weight.data_ptr()] = self
             # If another tensor was put in the weight's place, what it holds is W.
             if self.saved is None or moved:
                 with torch.inference_mode(False):
@@ -98,6 +107,11 @@ class Entry:
             # those of the next step, and pass by the counter.
             torch.autograd.graph.increment_version(self.weight)
         self._address = self.weight.data_ptr()
+
+    @property
+    def versions(self) -> "tuple[tuple[Tensor, int], ...]":
+        """U, L and R with the counts of their changes when they were last written."""
+        return self._versions
 
     def note_written(self) -> None:
         """After a write: remember of which U, L and R."""
@@ -119,14 +133,19 @@ class Entry:
         return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
+# By the address of their weight: the entries that wrote last.
+_owners: "weakref.WeakValueDictionary[int, Entry]" = weakref.WeakValueDictionary()
+
+
 class Sweep:
     """All layers of a model, written together: the first layer of a forward writes for those after it.
 
-    A layer takes what is written once; when it asks again, everything is written anew: an optimizer may have changed U,
-    L and R without a trace in autograd's version counters.
+    A layer takes what is written once, and in the order in which layers are called; when it asks again, or out of turn,
+    everything is written anew: an optimizer may have changed U, L and R without a trace in autograd's version counters.
     """
 
     def __init__(self) -> None:
+        self._last = -1
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._counter = itertools.count()
         self._tables: dict[Any, _Tables] = {}
@@ -139,19 +158,22 @@ class Sweep:
 
     def add(self, entry: Entry) -> Entry:
         """Take part from now on."""
-        self._entries[next(self._counter)] = entry
+        entry.place = next(self._counter)
+        self._entries[entry.place] = entry
         return entry
 
     def refresh(self, entry: Entry) -> None:
         """Make the weight and the copies of `entry` current."""
-        if entry.fresh and entry.is_current():
-            entry.fresh = False
-        elif entry.fresh or not entry.written:
+        if torch._C._current_graph_task_id() != -1:
+            # Inside a backward (gradient checkpointing): what its forward used still holds.
+            entry.ensure()
+            return
+        if not entry.written:
             entry._write_alone()
-            entry.fresh = False
-        else:
+        elif not (entry.fresh and entry.place > self._last and entry.is_current()):
             self._run()
-            entry.fresh = False
+        entry.fresh = False
+        self._last = entry.place
 
     def _run(self) -> None:
         groups: dict[Any, list[Entry]] = {}

@@ -255,19 +255,16 @@ class NarrowEach:
 
 
 class Widen:
-    """inner_k·F_k + bias_k: (T, k·r') with packed factors (r', c_k) → (T, c_k) each, in one launch."""
+    """inner_k·F_k: (T, k·r') with packed factors (r', c_k) → (T, c_k) each, in one launch."""
 
-    def __init__(self, factors: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    def __init__(self, factors: Sequence[Tensor]) -> None:
         self._widths = [factor.shape[1] for factor in factors]
         self._fill = MAX_PARTS - len(factors)
         ends = _filled(_ends(self._widths, 128), MAX_PARTS)
         self._blocks = ends[-1]
-        places = [factor if bias is None else bias for factor, bias in zip(factors, biases, strict=True)]
-        present = [int(bias is not None) for bias in biases]
-        bound = [*_filled(factors, MAX_PARTS), *_filled(places, MAX_PARTS), *_filled(self._widths, MAX_PARTS)]
-        bound += (*_filled(present, MAX_PARTS), *ends[:2])
+        bound = (*_filled(factors, MAX_PARTS), *_filled(self._widths, MAX_PARTS), *ends[:2])
         constants = (len(factors), factors[0].shape[0], 64, 128)
-        self._call = Call(programs.widen, tuple(bound), constants, factors[0].device)
+        self._call = Call(programs.widen, bound, constants, factors[0].device)
 
     def __call__(self, inner: Tensor) -> list[Tensor]:
         tokens = inner.shape[0]

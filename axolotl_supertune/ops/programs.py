@@ -195,25 +195,23 @@ def narrow_each(
     tl.store(to, total.to(out.dtype.element_ty), mask=t[:, None] < tokens)
 
 
-@triton.jit(do_not_specialize=["tokens", "with_bias0", "with_bias1", "with_bias2", "end0", "end1"])
+@triton.jit(do_not_specialize=["tokens", "end0", "end1"])
 def widen(
-    inner, out0, out1, out2, tokens, factor0, factor1, factor2, bias0, bias1, bias2, width0, width1, width2,
-    with_bias0, with_bias1, with_bias2, end0, end1,
+    inner, out0, out1, out2, tokens, factor0, factor1, factor2, width0, width1, width2, end0, end1,
     PARTS: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    out, factor, bias, width, with_bias, begin, part = out0, factor0, bias0, width0, with_bias0, 0, 0
+    out, factor, width, begin, part = out0, factor0, width0, 0, 0
     if PARTS > 1 and block >= end0:
-        out, factor, bias, width, with_bias, begin, part = out1, factor1, bias1, width1, with_bias1, end0, 1
+        out, factor, width, begin, part = out1, factor1, width1, end0, 1
     if PARTS > 2 and block >= end1:
-        out, factor, bias, width, with_bias, begin, part = out2, factor2, bias2, width2, with_bias2, end1, 2
+        out, factor, width, begin, part = out2, factor2, width2, end1, 2
     n = (block - begin) * BN + tl.arange(0, BN)
     t = tl.program_id(1) * BT + tl.arange(0, BT)
     r = tl.arange(0, RANK)
     place = inner + t[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :]
     left = tl.load(place, mask=t[:, None] < tokens, other=0.0)
     result = tl.dot(left, _packed_tile(factor, n, width, RANK), input_precision="ieee")
-    result += tl.load(bias + n, mask=(n < width) & (n * 0 + with_bias != 0), other=0.0).to(tl.float32)[None, :]
     to = t[:, None].to(tl.int64) * width + n[None, :]
     tl.store(out + to, result.to(out.dtype.element_ty), mask=(t[:, None] < tokens) & (n[None, :] < width))
 

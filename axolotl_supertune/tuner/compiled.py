@@ -27,15 +27,18 @@ def number_of(layer: Any) -> int:
 
 @torch.library.custom_op("axolotl_supertune::adapted_linear", mutates_args=())
 def adapted_linear(x: Tensor, trained: list[Tensor], number: int, out_features: int) -> list[Tensor]:
-    """y (..., c); the thin products of the low-rank part, empty without; the masks' seed, on the host."""
+    """y (..., c); the thin products of the low-rank part, empty without; the masks' seed and the group, on the host."""
     from ..ops.fused import group_forward
 
     layer = _layers[number]
-    # Its backward takes this very group: autocast, which chose the dtype of the products, is off by then.
-    group = layer.compiled_group = layer.own_group(x, whole_input=True)
+    group = layer.own_group(x, whole_input=True)
+    if group is None:
+        raise RuntimeError(f"{layer.supra_layer}: the kernels cannot compute this layer under torch.compile.")
     (y,), saved = group_forward(x, group)
     inner = saved.tensors[1]
-    return [y, x.new_empty(0) if inner is None else inner, torch.tensor([saved.seed])]
+    # Its backward takes this very group, whatever forwards come between; the layer keeps it.
+    layer.compiled_groups[id(group)] = group
+    return [y, x.new_empty(0) if inner is None else inner, torch.tensor([saved.seed, id(group)])]
 
 
 @adapted_linear.register_fake
@@ -44,7 +47,7 @@ def _(x: Tensor, trained: list[Tensor], number: int, out_features: int) -> list[
     dtype = compute_dtype(x, layer.base_layer.weight)
     width = layer.thin_width()
     inner = x.new_empty((x.numel() // x.shape[-1], width), dtype=dtype) if width else x.new_empty(0)
-    seed = torch.empty(1, dtype=torch.int64, device="cpu")
+    seed = torch.empty(2, dtype=torch.int64, device="cpu")
     return [x.new_empty((*x.shape[:-1], out_features), dtype=dtype), inner, seed]
 
 
@@ -55,8 +58,9 @@ def adapted_linear_backward(
     """dx, empty unless wanted, and the gradients of `trained`."""
     from ..ops.fused import Saved, group_backward
 
-    saved = Saved((x, inner if inner.numel() else None), int(seed))
-    group = _layers[number].compiled_group
+    start, group_id = seed.tolist()
+    saved = Saved((x, inner if inner.numel() else None), start, [])
+    group = _layers[number].compiled_groups[group_id]
     dx, grads = group_backward((dy,), saved, group, trains=bool(trained), wants_dx=wants_dx)
     return [x.new_empty(0) if dx is None else dx.to(x.dtype), *(grad for grad in grads if grad is not None)]
 
@@ -65,7 +69,7 @@ def adapted_linear_backward(
 def _(
     x: Tensor, dy: Tensor, inner: Tensor, seed: Tensor, trained: list[Tensor], number: int, wants_dx: bool
 ) -> list[Tensor]:
-    return [torch.empty_like(x) if wants_dx else x.new_empty(0), *(torch.empty_like(each) for each in trained)]
+    return [x.new_empty(x.shape if wants_dx else 0), *(torch.empty_like(each) for each in trained)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

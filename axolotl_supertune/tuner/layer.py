@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..budget import LayerBudget
 from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, takes_kernels
-from ..ops.choice import requested
+from ..ops.choice import may_take_kernels, requested
 from ..support import index_dtype
 from .compiled import number_of
 
@@ -72,7 +72,7 @@ class SupraLayer(BaseTunerLayer):
         self.shared_place = 0
         # Its name among the operators of torch.compile; none before `share_work`.
         self.number = -1
-        self.compiled_group: Group | None = None
+        self.compiled_groups: dict[int, Group] = {}
 
     def update_layer(
         self,
@@ -169,6 +169,14 @@ class SupraLayer(BaseTunerLayer):
 
         None where something else computes it: adapters are off, merged or still to be loaded, or the reference path.
         """
+        layer = self.known_layer(x)
+        if layer is not None:
+            assert self.sweep is not None
+            self.sweep.refresh(layer.entry)
+        return layer
+
+    def known_layer(self, x: Tensor) -> "KernelLayer | None":
+        """`kernel_layer` before anything is written."""
         known = self._known.get(self.training)
         if known is None or not known.holds(self, x):
             if self._disable_adapters or self.merged_adapters or self.supra_unloaded:
@@ -177,8 +185,6 @@ class SupraLayer(BaseTunerLayer):
             if layer is None:
                 return None
             known = self._known[self.training] = _KnownLayer(self, x, layer)
-        assert self.sweep is not None
-        self.sweep.refresh(known.layer.entry)
         return known.layer
 
     def own_group(self, x: Tensor, *, whole_input: bool = False) -> "Group | None":
@@ -213,6 +219,9 @@ class SupraLayer(BaseTunerLayer):
         if len(names) != 1 or (bias is not None and bias.requires_grad):
             return False
         if names[0] not in self.supra_values and names[0] not in self.supra_L:
+            return False
+        weight = self.base_layer.weight
+        if not may_take_kernels(x, weight, self.low_rank_parts(names)):
             return False
         return x.device.type == "cuda" or requested() == "triton"
 
@@ -424,7 +433,7 @@ class SupraLinear(nn.Module, SupraLayer):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the base's own bits, and nothing that can be made again."""
         self.restore()
-        return {**self.__dict__, "_entry": None, "_known": {}, "_alone": {}, "compiled_group": None, "_plans": {}}
+        return {**self.__dict__, "_entry": None, "_known": {}, "_alone": {}, "compiled_groups": {}, "_plans": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -448,7 +457,7 @@ class _KnownLayer:
     This is asked in every forward of every layer, where a module's own attribute look-up would be most of the cost.
     """
 
-    __slots__ = ("_active", "_compute", "_device", "_places", "_training", "_weight", "layer")
+    __slots__ = ("_active", "_bias", "_compute", "_device", "_places", "_training", "_weight", "layer")
 
     def __init__(self, module: SupraLinear, x: Tensor, layer: "KernelLayer") -> None:
         self.layer = layer
@@ -461,6 +470,10 @@ class _KnownLayer:
         dicts = [each for pair in held for each in pair] + [module.base_layer._parameters]
         self._places = [(each, key, value) for each in dicts for key, value in each.items() if value is not None]
         self._places.append((module._modules, "base_layer", module.base_layer))
+        for numbers in (module.supra_scaling, module.supra_dropout):
+            self._places += [(numbers, name, number) for name, number in numbers.items()]
+        bias = module.base_layer.bias
+        self._bias = None if bias is None else (bias, bias.requires_grad)
 
     def holds(self, module: SupraLinear, x: Tensor) -> bool:
         """Whether nothing has changed since."""
@@ -471,6 +484,7 @@ class _KnownLayer:
             or module.merged_adapters
             or x.device != self._device
             or self._weight.requires_grad
+            or (self._bias is not None and self._bias[0].requires_grad is not self._bias[1])
             or compute_dtype(x, self._weight) != self._compute
             or not x.numel()
         ):

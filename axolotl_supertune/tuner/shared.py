@@ -7,7 +7,8 @@ called computes its siblings too, and they hand out what is there when they are 
 
 import importlib.util
 import inspect
-import types
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,18 +34,20 @@ _PATIENCE = 3
 class SharedInput:
     """Siblings of one module that are usually called one after another on the same tensor."""
 
-    def __init__(self, members: list[SupraLinear]) -> None:
-        self._members = members
+    def __init__(self, parent: nn.Module, names: Sequence[str]) -> None:
+        self._parent, self._names = parent, names
+        self._members: list[SupraLinear] = [getattr(parent, name) for name in names]
         self._x: Tensor | None = None
         self._key: Any = None
         self._outputs: dict[int, Tensor] = {}
         self._misses = 0
         self._groups: dict[bool, Group] = {}
+        self._computed_by: Group | None = None
 
     def output(self, layer: SupraLinear, x: Tensor) -> Tensor | None:
         """y of `layer`, or None if it is to be computed alone."""
         at = layer.shared_place
-        if self._outputs and self._x is x and at in self._outputs and self._key == _key(x):
+        if self._outputs and self._x is x and at in self._outputs and self._key == _key(x) and self._still(at):
             y = self._outputs.pop(at)
             if not self._outputs:
                 self._x, self._misses = None, 0
@@ -55,7 +58,7 @@ class SharedInput:
             if self._misses >= _PATIENCE:
                 self.dissolve()
                 return None
-        if at != 0:
+        if at != 0 or x.is_inference():  # of an inference tensor nobody can tell whether it was changed
             return None
         group = self._fitting_group(x)
         if group is None:
@@ -63,13 +66,26 @@ class SharedInput:
         from ..ops.fused import linear_group
 
         y, *others = linear_group(x, group)
+        self._computed_by = group
         self._x, self._key, self._outputs = x, _key(x), dict(enumerate(others, start=1))
         return y
 
+    def _still(self, at: int) -> bool:
+        """Whether the adapter of a member is what it was when its output was computed."""
+        group = self._groups.get(self._members[at].training)
+        if group is None or group is not self._computed_by:
+            return False
+        return group.entries[at].written and group.entries[at].is_current()
+
     def _fitting_group(self, x: Tensor) -> "Group | None":
+        if any(
+            self._parent._modules.get(name) is not one for name, one in zip(self._names, self._members, strict=True)
+        ):
+            self.dissolve()  # a member was taken out by hand
+            return None
         layers = []
         for member in self._members:
-            layer = member.kernel_layer(x)
+            layer = member.known_layer(x)
             if layer is None:
                 return None
             layers.append(layer)
@@ -79,8 +95,12 @@ class SharedInput:
             from ..ops.fused import Group, fit_together
 
             if not fit_together(layers):
+                self.dissolve()
                 return None
             group = self._groups[training] = Group(layers)
+        for member, layer in zip(self._members, layers, strict=True):
+            assert member.sweep is not None
+            member.sweep.refresh(layer.entry)
         return group
 
     def dissolve(self) -> None:
@@ -89,7 +109,15 @@ class SharedInput:
             member.shared_input = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_members": self._members, "_x": None, "_key": None, "_outputs": {}, "_misses": 0, "_groups": {}}
+        return {
+            **self.__dict__,
+            "_x": None,
+            "_key": None,
+            "_outputs": {},
+            "_misses": 0,
+            "_groups": {},
+            "_computed_by": None,
+        }
 
 
 def share_work(model: nn.Module) -> None:
@@ -109,11 +137,11 @@ def share_work(model: nn.Module) -> None:
         for names in _SHARED_INPUT:
             members = [child for name in names if isinstance(child := children.get(name), SupraLinear)]
             if len(members) == len(names) and all(member.shared_input is None for member in members):
-                group = SharedInput(members)
+                group = SharedInput(parent, names)
                 for at, member in enumerate(members):
                     member.shared_input, member.shared_place = group, at
         if is_gated_mlp(parent):
-            parent.forward = types.MethodType(_mlp_forward, parent)
+            parent.forward = partial(_mlp_forward, parent)
 
 
 def unshare_work(model: nn.Module) -> None:
@@ -122,7 +150,7 @@ def unshare_work(model: nn.Module) -> None:
         if isinstance(module, SupraLinear):
             module.shared_input = None
         own = vars(module).get("forward")
-        if isinstance(own, types.MethodType) and own.__func__ is _mlp_forward:
+        if isinstance(own, partial) and own.func is _mlp_forward:
             del module.forward
             vars(module).pop("_supra_mlps", None)
 
@@ -147,7 +175,7 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
         return type(self).forward(self, x)  # the compiler fuses what lies between the three layers
     layers = [self._modules.get(name) for name in _MLP]
     if all(isinstance(layer, SupraLinear) and not _hooked(layer) for layer in layers):
-        parts = [layer.kernel_layer(x) for layer in layers]  # the inner activation is as x is, but for its width
+        parts = [layer.known_layer(x) for layer in layers]  # the inner activation is as x is, but for its width
         if None not in parts:
             from ..ops.fused import GatedMLP, fit_together, gated_mlp
 
@@ -156,6 +184,8 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
             if mlp is None or any(a is not b for a, b in zip(mlp.layers, parts, strict=True)):
                 mlp = known[self.training] = GatedMLP(*parts) if fit_together(parts[:2]) else None
             if mlp is not None:
+                for layer, part in zip(layers, parts, strict=True):
+                    layer.sweep.refresh(part.entry)
                 return gated_mlp(x, mlp)
     return type(self).forward(self, x)
 
@@ -166,4 +196,4 @@ def _hooked(layer: nn.Module) -> bool:
 
 def _key(x: Tensor) -> tuple[Any, ...]:
     """What a stored output depends on beside the input itself."""
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), 0 if x.is_inference() else x._version
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), x._version
