@@ -17,7 +17,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from .. import __version__
 from ..files import whole_file
 from .job import METHODS, PEFT_CLASSES, SHAPES, Job, parameter_count
 from .report import add_ratios, draw, markdown, print_table
@@ -265,7 +264,8 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return __version__ if package == PACKAGES[0] else None  # a checkout on the path
+        # a checkout on the path
+        return sys.modules[__name__.partition(".")[0]].__version__ if package == PACKAGES[0] else None
 
 
 def _show(result: dict[str, Any], as_markdown: bool) -> None:
