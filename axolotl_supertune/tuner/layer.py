@@ -139,8 +139,10 @@ class SupraLayer(BaseTunerLayer):
 
     def restore(self) -> None:
         """Give the base weight its own bits back, if a forward wrote W + M⊙U into it; the next forward writes again."""
-        if self._entry is not None and self._entry.written:
-            self._entry.restore()
+        # Training and evaluation may each have an entry of their own, where one runs under autocast.
+        for entry in (self._entry, *(known.layer.entry for known in self._known.values())):
+            if entry is not None and entry.written:
+                entry.restore()
 
     def get_base_layer(self) -> Any:
         """The base layer, with its own weight."""

@@ -708,6 +708,19 @@ def test_nothing_between_a_forward_and_its_backward_disturbs_either(two, ids, pl
     assert_base(model, plain)
 
 
+def test_training_and_evaluation_in_two_dtypes_leave_the_base_its_bits(make, ids, plain):
+    """Each has an entry of its own; whichever wrote last, what is saved is the base."""
+    model = make(supra_lambda=0)
+    for training in (True, False, True, False):
+        model.train(training)
+        with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=training):
+            model(ids)
+        if not training:
+            continue
+        model.state_dict()
+        assert_base(model, plain)
+
+
 @pytest.mark.parametrize("way", ["unload", "disable", "merge"])
 def test_backward_after_the_adapter_left_keeps_the_base(make, ids, plain, way):
     model = make(supra_lambda=0)
