@@ -1,5 +1,6 @@
 """Which implementation computes a layer: the Triton kernels where they can, else the reference, never in silence."""
 
+import functools
 import importlib.util
 import os
 import warnings
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .reference import LowRank, Sparse
+from .reference import LowRank, Sparse, autocast_dtype
 
 VARIABLE = "SUPERTUNE_KERNELS"
 _CHOICES = ("auto", "triton", "reference")
@@ -78,7 +79,9 @@ def takes_kernels(
     asked = requested()
     if asked == "reference":
         return False
-    reason = _obstacle(x, weight, sparse, low_rank)
+    reason = tensor_obstacle(x, weight, sparse, low_rank)
+    if reason is None:
+        reason = _device_obstacle(x.device, compute_dtype(x, weight), asked)
     if reason is None:
         return True
     if asked == "triton":
@@ -91,12 +94,11 @@ def takes_kernels(
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype of the products: autocast's, or the weight's."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return autocast_dtype(x.device.type) or weight.dtype
 
 
-def _obstacle(x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]) -> str | None:
-    # The cheap questions first: this is asked in every forward of every layer.
+def tensor_obstacle(x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]) -> str | None:
+    """Why the Triton kernels cannot compute a layer with these tensors, or None; torch.compile can look into it."""
     if x.device != weight.device:
         return f"the input is on {x.device} and the weight on {weight.device}"
     if weight.requires_grad:
@@ -113,27 +115,10 @@ def _obstacle(x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Seq
         return f"a layer of shape {tuple(weight.shape)} is left to it"
     if x.numel() == 0:
         return "the input is empty"
-    return _device_obstacle(x.device, compute_dtype(x, weight), requested())
+    return None
 
 
-def may_take_kernels(x: Tensor, weight: Tensor, low_rank: Sequence[LowRank]) -> bool:
-    """The part of `takes_kernels` that torch.compile can look into: what tensors alone decide."""
-    return (
-        compute_dtype(x, weight) in _DTYPES
-        and weight.dtype in _DTYPES
-        and not weight.requires_grad
-        and weight.is_contiguous()
-        and min(weight.shape) > 1
-        and x.numel() > 0
-        and all(part.L.shape[1] <= _MAX_RANK for part in low_rank)
-    )
-
-
-_known: dict[tuple[torch.device, torch.dtype, str], str | None] = {}
-
-
+@functools.cache
 def _device_obstacle(device: torch.device, dtype: torch.dtype, asked: str) -> str | None:
-    key = (device, dtype, asked)
-    if key not in _known:
-        _known[key] = device_obstacle(device, dtype)
-    return _known[key]
+    """`device_obstacle`, asked by every layer that takes the reference path in every forward."""
+    return device_obstacle(device, dtype)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from . import kernels
 from .inplace import Entry
 from .launch import aligned
+from .reference import cast
 
 _SEED_BIT = 2**62
 
@@ -87,21 +88,18 @@ class Group(_Remade):
     def forward(self, x: Tensor, seed: int) -> tuple[list[Tensor], Tensor | None]:
         """x (T, b) → (T, c) of every layer, and the thin products (T, k·r') of those with a low-rank part."""
         if not self.low_rank:
-            return [F.linear(x, _weight(layer.entry), self._bias(layer)) for layer in self.layers], None
+            return [F.linear(x, _weight(layer.entry), cast(layer.bias, self.dtype)) for layer in self.layers], None
         inner = self.narrow(x, seed)
         added = iter(self.widen(inner))
         outputs = []
         for layer in self.layers:
-            weight, bias = _weight(layer.entry), self._bias(layer)
+            weight, bias = _weight(layer.entry), cast(layer.bias, self.dtype)
             if layer.entry.packed is None:
                 outputs.append(F.linear(x, weight, bias))
                 continue
             y = next(added).addmm_(x, weight.t())
             outputs.append(y if bias is None else y.add_(bias))
         return outputs, inner
-
-    def _bias(self, layer: Layer) -> Tensor | None:
-        return layer.bias if layer.bias is None or layer.bias.dtype is self.dtype else layer.bias.to(self.dtype)
 
     def backward(
         self, x: Tensor, dys: list[Tensor], inner: Tensor | None, seed: int, *, trains: bool, wants_dx: bool
@@ -145,7 +143,7 @@ class Group(_Remade):
         for at, out in zip(self.sparse, outs, strict=True):
             values = self.entries[at].values
             assert values is not None
-            grads["U", at] = out if values.dtype == out.dtype else out.to(values.dtype)
+            grads["U", at] = cast(out, values.dtype)
 
     def results(self, grads: dict[tuple[str, int], Tensor]) -> list[Tensor | None]:
         """Gradients in the order of `trained`."""
@@ -310,7 +308,7 @@ class _LinearGroup(torch.autograd.Function):
         needs = ctx.needs_input_grad
         saved = Saved(ctx.saved_tensors, *ctx.rest)
         dx, grads = group_backward(dys, saved, ctx.group, trains=any(needs[2:]), wants_dx=needs[0])
-        return _as(dx, ctx.x_dtype), None, *grads
+        return cast(dx, ctx.x_dtype), None, *grads
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -327,7 +325,7 @@ class _GatedMLP(torch.autograd.Function):
         needs = ctx.needs_input_grad
         saved = Saved(ctx.saved_tensors, *ctx.rest)
         dx, grads = mlp_backward(dy, saved, ctx.mlp, trains=any(needs[2:]), wants_dx=needs[0])
-        return _as(dx, ctx.x_dtype), None, *grads
+        return cast(dx, ctx.x_dtype), None, *grads
 
 
 def _no_autocast(kind: str) -> Any:
@@ -364,8 +362,7 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.to(dtype)
     if not x.is_contiguous():
         x = x.contiguous()
-    if x.data_ptr() & 15:
-        x = aligned(x)
+    x = aligned(x)
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
@@ -377,7 +374,3 @@ def _like(y: Tensor, x: Tensor) -> Tensor:
 
 def _shaped(dx: Tensor | None, dy: Tensor) -> Tensor | None:
     return None if dx is None else _like(dx, dy)
-
-
-def _as(dx: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return dx if dx is None or dx.dtype is dtype else dx.to(dtype)

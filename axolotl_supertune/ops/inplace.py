@@ -127,6 +127,14 @@ class Entry:
                 return False
         return True
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What entries of one table have in common; U, L and R may change their dtype."""
+        indices = None if self.plan is None else self.plan.indices
+        rank = None if self.packed is None else self.packed[0].shape[0]
+        dtypes = (None if each is None else each.dtype for each in (self.weight, self.values, self.L, indices))
+        return self.weight.device, self.dtype, rank, *dtypes
+
     def addresses(self) -> tuple[int, ...]:
         """Where everything lies that a table names."""
         tensors = (self.weight, self.values, self.saved, self.L, self.R)
@@ -179,16 +187,7 @@ class Sweep:
         groups: dict[Any, list[Entry]] = {}
         for entry in self._entries.values():
             if entry.written:
-                key: tuple[Any, ...] = (
-                    entry.weight.device,
-                    entry.weight.dtype,
-                    entry.dtype,
-                    _dtype(entry.values),
-                    _dtype(entry.L),
-                )
-                key += (None if entry.plan is None else entry.plan.indices.dtype,)
-                key += (None if entry.packed is None else entry.packed[0].shape[0],)
-                groups.setdefault(key, []).append(entry)
+                groups.setdefault(entry.kind, []).append(entry)
         for key, entries in groups.items():
             for entry in entries:
                 entry.prepare()
@@ -241,7 +240,3 @@ class _Tables:
             entry = ref()
             if entry is not None:
                 entry.note_written()
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype

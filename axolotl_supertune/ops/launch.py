@@ -1,10 +1,11 @@
-"""Launching Triton kernels at a few microseconds each.
+"""Launching Triton kernels without a look-up at every launch.
 
 Triton's own dispatch takes tens of microseconds of Python a launch. A training step has hundreds of launches, and on a
 slow host the GPU would wait for them. A `Call` binds what never changes once, so that nothing is looked up again.
 """
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Call:
             if not all(grid):
                 return
             # Triton compiles for the current device, and launches there.
-            with torch.cuda.device(self._device) if not INTERPRETED else _nothing:
+            with nullcontext() if INTERPRETED else torch.cuda.device(self._device):
                 self._compiled = self._kernel[grid](*args, *self._tail, **self._options)
         elif self._device == torch.cuda.current_device():
             self._compiled[grid](*args, *self._tail, stream=_stream(self._device))
@@ -60,15 +61,6 @@ class Call:
 def aligned(x: Tensor) -> Tensor:
     """x itself, or a copy where a view begins in the middle of 16 bytes: the kernels were compiled for whole ones."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
-
-
-_nothing = _Nothing()
 
 
 def _stream(device: int) -> int:

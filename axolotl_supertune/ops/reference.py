@@ -104,19 +104,19 @@ class _SparseLinear(torch.autograd.Function):
     ) -> Tensor:
         sparse, low_rank = _parts(sparse_parts, settings, tensors)
         # Inside forward autocast is still on and in backward it is off: both cast explicitly, to the same dtype.
-        ctx.compute = _autocast_dtype(x.device.type)
+        ctx.compute = autocast_dtype(x.device.type)
         ctx.sparse_parts, ctx.settings = sparse_parts, settings
         ctx.generator_states = []
         with torch.autocast(x.device.type, enabled=False):
             effective = effective_weight(weight, sparse)
-            y = F.linear(_cast(x, ctx.compute), _cast(effective, ctx.compute), _cast(bias, ctx.compute))
+            y = F.linear(cast(x, ctx.compute), cast(effective, ctx.compute), cast(bias, ctx.compute))
             del effective
             dtype = y.dtype
             for L, R, scaling, dropout in low_rank:
                 ctx.generator_states.append(_generator_state(x.device) if dropout else None)
                 dropped = F.dropout(x.to(R.dtype).contiguous(), dropout)
-                inner = F.linear(_cast(dropped, ctx.compute), _cast(R, ctx.compute))
-                y = y + F.linear(inner, _cast(L, ctx.compute)) * scaling
+                inner = F.linear(cast(dropped, ctx.compute), cast(R, ctx.compute))
+                y = y + F.linear(inner, cast(L, ctx.compute)) * scaling
         # A layer whose own parts need no gradient passes dy·Ŵ on and needs no input for that.
         keep_x = any(ctx.needs_input_grad[5:])
         ctx.save_for_backward(x if keep_x else None, weight, *tensors)
@@ -135,12 +135,12 @@ class _SparseLinear(torch.autograd.Function):
             dy_rows = _rows(dy)
             dx = None
             if needs_x:
-                dx = _cast(dy, compute) @ _cast(effective_weight(weight, sparse), compute)
+                dx = cast(dy, compute) @ cast(effective_weight(weight, sparse), compute)
             grads: list[Tensor | None] = [None] * len(tensors)
 
             if any(needs[: 2 * len(sparse) : 2]):
                 # The reference takes the whole gradient of W and reads it on the support; it lives only here.
-                full = _outer_sum(_cast(dy_rows, compute), _cast(_rows(x), compute))
+                full = _outer_sum(cast(dy_rows, compute), cast(_rows(x), compute))
                 for part, (values, indices) in enumerate(sparse):
                     if needs[2 * part]:
                         grads[2 * part] = full.view(-1)[indices].to(values.dtype)
@@ -148,15 +148,15 @@ class _SparseLinear(torch.autograd.Function):
 
             for part, ((L, R, scaling, dropout), state) in enumerate(zip(low_rank, ctx.generator_states, strict=True)):
                 at = 2 * len(sparse) + 2 * part
-                scaled = _cast(dy_rows.to(L.dtype) * scaling, compute)
-                dinner = scaled @ _cast(L, compute)
+                scaled = cast(dy_rows.to(L.dtype) * scaling, compute)
+                dinner = scaled @ cast(L, compute)
                 if needs[at] or needs[at + 1]:
-                    dropped = _cast(_rows(_dropout_again(x.to(R.dtype).contiguous(), dropout, state)), compute)
-                    inner = dropped @ _cast(R, compute).t()
+                    dropped = cast(_rows(_dropout_again(x.to(R.dtype).contiguous(), dropout, state)), compute)
+                    inner = dropped @ cast(R, compute).t()
                     grads[at] = _outer_sum(scaled, inner).to(L.dtype) if needs[at] else None
                     grads[at + 1] = _outer_sum(dinner, dropped).to(R.dtype) if needs[at + 1] else None
                 if dx is not None:
-                    through = (dinner @ _cast(R, compute)).view(dx.shape)
+                    through = (dinner @ cast(R, compute)).view(dx.shape)
                     if dropout:
                         ones = torch.ones(dx.shape, dtype=R.dtype, device=device)
                         through = through * _dropout_again(ones, dropout, state)
@@ -204,11 +204,13 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:
+def cast(tensor: Any, dtype: torch.dtype | None) -> Any:
+    """tensor in dtype; None, and a tensor without a dtype to be in, as they are."""
     return tensor if dtype is None or tensor is None else tensor.to(dtype)
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast computes in on this kind of device, or None where it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..budget import LayerBudget
 from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, takes_kernels
-from ..ops.choice import may_take_kernels, requested
+from ..ops.choice import requested, tensor_obstacle
 from ..support import index_dtype
 from .compiled import number_of
 
@@ -144,6 +144,13 @@ class SupraLayer(BaseTunerLayer):
             if entry is not None and entry.written:
                 entry.restore()
 
+    def forget(self) -> None:
+        """`restore`, and drop what was made for the kernels: tensors are about to be moved, replaced or taken out."""
+        self.restore()
+        self._entry = None
+        self._plans.clear()
+        self._known.clear()
+
     def get_base_layer(self) -> Any:
         """The base layer, with its own weight."""
         self.restore()
@@ -161,9 +168,7 @@ class SupraLayer(BaseTunerLayer):
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Remove an adapter, as PEFT does, from the base layer's own weight."""
-        self.restore()
-        self._plans.pop(adapter_name, None)
-        self._known.clear()
+        self.forget()
         super().delete_adapter(adapter_name)
 
     def kernel_layer(self, x: Tensor) -> "KernelLayer | None":
@@ -223,7 +228,7 @@ class SupraLayer(BaseTunerLayer):
         if names[0] not in self.supra_values and names[0] not in self.supra_L:
             return False
         weight = self.base_layer.weight
-        if not may_take_kernels(x, weight, self.low_rank_parts(names)):
+        if tensor_obstacle(x, weight, self.sparse_parts(names), self.low_rank_parts(names)) is not None:
             return False
         return x.device.type == "cuda" or requested() == "triton"
 
@@ -427,9 +432,7 @@ class SupraLinear(nn.Module, SupraLayer):
         return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.restore()
-        self._plans.clear()
-        self._known.clear()
+        self.forget()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -444,9 +447,7 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._arriving = self.check_checkpoint(state_dict, prefix)
-        self.restore()
-        self._plans.clear()
-        self._known.clear()
+        self.forget()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:

@@ -78,9 +78,7 @@ class SharedInput:
         return group.entries[at].written and group.entries[at].is_current()
 
     def _fitting_group(self, x: Tensor) -> "Group | None":
-        if any(
-            self._parent._modules.get(name) is not one for name, one in zip(self._names, self._members, strict=True)
-        ):
+        if not _same([self._parent._modules.get(name) for name in self._names], self._members):
             self.dissolve()  # a member was taken out by hand
             return None
         layers = []
@@ -91,16 +89,14 @@ class SharedInput:
             layers.append(layer)
         training = self._members[0].training
         group = self._groups.get(training)
-        if group is None or any(a is not b for a, b in zip(group.layers, layers, strict=True)):
+        if group is None or not _same(group.layers, layers):
             from ..ops.fused import Group, fit_together
 
             if not fit_together(layers):
                 self.dissolve()
                 return None
             group = self._groups[training] = Group(layers)
-        for member, layer in zip(self._members, layers, strict=True):
-            assert member.sweep is not None
-            member.sweep.refresh(layer.entry)
+        _refresh(self._members, layers)
         return group
 
     def dissolve(self) -> None:
@@ -161,7 +157,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     if not all(isinstance(layer, SupraLinear) for layer in layers) or "forward" in vars(module):
         return False
     act: Any = getattr(module, "act_fn", None)
-    if not (isinstance(act, nn.SiLU) or type(act).__name__ in ("SiLUActivation",) or act is nn.functional.silu):
+    if not (isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation" or act is nn.functional.silu):
         return False
     try:
         source = inspect.getsource(type(module).forward)
@@ -181,13 +177,23 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
 
             known = vars(self).setdefault("_supra_mlps", {})
             mlp = known.get(self.training)
-            if mlp is None or any(a is not b for a, b in zip(mlp.layers, parts, strict=True)):
+            if mlp is None or not _same(mlp.layers, parts):
                 mlp = known[self.training] = GatedMLP(*parts) if fit_together(parts[:2]) else None
             if mlp is not None:
-                for layer, part in zip(layers, parts, strict=True):
-                    layer.sweep.refresh(part.entry)
+                _refresh(layers, parts)
                 return gated_mlp(x, mlp)
     return type(self).forward(self, x)
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two sequences hold the very same objects."""
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _refresh(members: Sequence[Any], layers: Sequence[Any]) -> None:
+    """Make what was found for each member current before all are computed."""
+    for member, layer in zip(members, layers, strict=True):
+        member.sweep.refresh(layer.entry)
 
 
 def _hooked(layer: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from axolotl_supertune.ops import LowRank, Sparse, choice, compute_dtype, takes_
 @pytest.fixture(autouse=True)
 def no_memory(monkeypatch):
     """No answer from another test, and no interpreter."""
-    monkeypatch.setattr(choice, "_known", {})
+    choice._device_obstacle.cache_clear()
     monkeypatch.setattr(choice, "_told", set())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("SUPERTUNE_KERNELS", raising=False)
