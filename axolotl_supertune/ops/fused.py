@@ -5,8 +5,8 @@ input. A layer's weight already holds W + M⊙U (see `inplace`). Kept for backwa
 low-rank part and, in the MLP, the two activations; no mask, no dense gradient, not the MLP's product.
 """
 
+import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -69,85 +69,98 @@ class Group(_Remade):
             plans = [entry.plan for entry in self.entries if entry.plan is not None]
             if not self.low_rank and not whole_input:
                 self.columns, plans = kernels.few_columns(plans)
-            self.transpose = kernels.Transpose([plans[0].shape[1], *(plan.shape[0] for plan in plans)], device)
-            self.products = kernels.SampledProducts(plans)
-        # What autograd is told of: a layer's operands as they come in `trained`, and where each one's gradient goes.
+            sizes = [plans[0].shape[1], *(plan.shape[0] for plan in plans)]
+            self.transpose = kernels.Transpose(sizes, self.dtype, device)
+            self.products = kernels.SampledProducts(plans, self.dtype)
+        # What autograd is told of, a layer's operands as they come, and where in it those of each kind are.
         self.trained: list[Tensor] = []
-        self._places: list[tuple[str, int]] = []
+        self._places: dict[str, list[int]] = {"U": [], "L": [], "R": []}
+        self._biases: list[tuple[int, int]] = []
         for at, (layer, entry) in enumerate(zip(layers, self.entries, strict=True)):
-            named = {"U": entry.values, "L": entry.L, "R": entry.R, "bias": layer.bias}
-            for name, tensor in named.items():
-                if tensor is not None and (name != "bias" or tensor.requires_grad):
+            for name, tensor in (("U", entry.values), ("L", entry.L), ("R", entry.R)):
+                if tensor is not None:
+                    self._places[name].append(len(self.trained))
                     self.trained.append(tensor)
-                    self._places.append((name, at))
+            if layer.bias is not None and layer.bias.requires_grad:
+                self._biases.append((at, len(self.trained)))
+                self.trained.append(layer.bias)
 
-    def kept(self, x: Tensor, rows: Tensor) -> Tensor:
-        """What backward needs of the input: x itself, or the columns of x (T, b) that the supports touch."""
-        return x if self.columns is None else rows.index_select(1, self.columns)
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`linear_group`."""
+        return linear_group(x, self)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """What backward needs of the input: x (..., b) itself, or the columns (T, n) that the supports touch."""
+        return x if self.columns is None else x.view(-1, x.shape[-1]).index_select(1, self.columns)
 
     def forward(self, x: Tensor, seed: int) -> tuple[list[Tensor], Tensor | None]:
-        """x (T, b) → (T, c) of every layer, and the thin products (T, k·r') of those with a low-rank part."""
+        """x (..., b) → (..., c) of every layer, and the thin products (T, k·r') of those with a low-rank part."""
         if not self.low_rank:
-            return [F.linear(x, _weight(layer.entry), cast(layer.bias, self.dtype)) for layer in self.layers], None
+            return [_linear(x, _weight(layer.entry), cast(layer.bias, self.dtype)) for layer in self.layers], None
         inner = self.narrow(x, seed)
-        added = iter(self.widen(inner))
+        added = iter(self.widen(inner, x.shape[:-1]))
+        rows = _matrix(x)
         outputs = []
         for layer in self.layers:
             weight, bias = _weight(layer.entry), cast(layer.bias, self.dtype)
             if layer.entry.packed is None:
-                outputs.append(F.linear(x, weight, bias))
+                outputs.append(_linear(x, weight, bias))
                 continue
-            y = next(added).addmm_(x, weight.t())
+            y = next(added)
+            _matrix(y).addmm_(rows, weight.t())
             outputs.append(y if bias is None else y.add_(bias))
         return outputs, inner
 
     def backward(
-        self, x: Tensor, dys: list[Tensor], inner: Tensor | None, seed: int, *, trains: bool, wants_dx: bool
-    ) -> tuple[Tensor | None, dict[tuple[str, int], Tensor]]:
-        """dx (T, b), and the gradients of L, R and bias by (name, layer)."""
-        grads: dict[tuple[str, int], Tensor] = {}
+        self, x: Tensor, dys: Sequence[Tensor], inner: Tensor | None, seed: int, *, trains: bool, wants_dx: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """dx (T, b), and the gradients of `trained`; those of U are None."""
+        grads: list[Tensor | None] = [None] * len(self.trained)
         dx = None
         if self.low_rank and inner is not None:
             chosen = dys if len(self.low_rank) == len(dys) else [dys[at] for at in self.low_rank]
             d_inner = self.narrow_each(chosen)
             if trains:
                 lefts, rights, dx = self.thin(x, chosen, inner, d_inner, seed, through=wants_dx)
-                for at, left, right in zip(self.low_rank, lefts, rights, strict=True):
-                    grads["L", at], grads["R", at] = left, right
+                for name, found in (("L", lefts), ("R", rights)):
+                    for place, grad in zip(self._places[name], found, strict=True):
+                        grads[place] = grad
             elif wants_dx:
                 dx = self.thin.through(x, d_inner, seed)
-        for at, (dy, entry) in enumerate(zip(dys, self.entries, strict=True)):
-            if wants_dx:
-                dx = torch.mm(dy, _weight(entry)) if dx is None else dx.addmm_(dy, _weight(entry))
-            bias = self.layers[at].bias
-            if bias is not None and bias.requires_grad:
-                grads["bias", at] = dy.sum(0, dtype=torch.float32).to(bias.dtype)
+        if wants_dx:
+            for dy, entry in zip(dys, self.entries, strict=True):
+                rows, weight = _matrix(dy), _weight(entry)
+                dx = torch.mm(rows, weight) if dx is None else dx.addmm_(rows, weight)
+        for at, place in self._biases:
+            bias = self.trained[place]
+            grads[place] = _matrix(dys[at]).sum(0, dtype=torch.float32).to(bias.dtype)
         return dx, grads
 
-    def sampled(self, x: Tensor, dys: list[Tensor], grads: dict[tuple[str, int], Tensor]) -> None:
-        """Add dU of every layer with a support to `grads`; long inputs a piece at a time."""
+    def sampled(self, x: Tensor, dys: Sequence[Tensor], grads: list[Tensor | None]) -> None:
+        """Put dU of every layer with a support into `grads`; long inputs a piece at a time."""
         chosen = dys if len(self.sparse) == len(dys) else [dys[at] for at in self.sparse]
         outs = self.products.new()
         size = kernels.TOKENS_AT_ONCE
-        if x.shape[0] <= size:
-            x_t, *dy_ts = self.transpose(x, *chosen)
-            self.products([(dy_t, x_t) for dy_t in dy_ts], outs)
+        tokens = x.numel() // x.shape[-1]
+        if tokens <= size:
+            buffer, (x_t, *dy_ts) = self.transpose(x, *chosen)
+            self.products([(dy_t, x_t) for dy_t in dy_ts], tokens, outs)
         else:
-            for begin in range(0, x.shape[0], size):
-                x_t, *dy_ts = self.transpose(x[begin : begin + size], *(dy[begin : begin + size] for dy in chosen))
-                self.products([(dy_t, x_t) for dy_t in dy_ts], outs, add=begin > 0)
+            x, chosen = _matrix(x), [_matrix(dy) for dy in chosen]
+            for begin in range(0, tokens, size):
+                some = min(size, tokens - begin)
+                buffer, (x_t, *dy_ts) = self.transpose(
+                    x[begin : begin + some], *(dy[begin : begin + some] for dy in chosen)
+                )
+                self.products([(dy_t, x_t) for dy_t in dy_ts], some, outs, add=begin > 0)
+        del buffer  # until here the kernels read it
         self.keep_sampled(outs, grads)
 
-    def keep_sampled(self, outs: Sequence[Tensor], grads: dict[tuple[str, int], Tensor]) -> None:
-        """Put sampled products where `results` finds them, in the dtype of U."""
-        for at, out in zip(self.sparse, outs, strict=True):
-            values = self.entries[at].values
-            assert values is not None
-            grads["U", at] = cast(out, values.dtype)
-
-    def results(self, grads: dict[tuple[str, int], Tensor]) -> list[Tensor | None]:
-        """Gradients in the order of `trained`."""
-        return [grads.get(place) for place in self._places]
+    def keep_sampled(self, outs: Sequence[Tensor], grads: list[Tensor | None]) -> None:
+        """Put sampled products into `grads`, in the dtype of U."""
+        for place, out in zip(self._places["U"], outs, strict=True):
+            dtype = self.trained[place].dtype
+            grads[place] = out if dtype is torch.float32 else out.to(dtype)
 
 
 class GatedMLP(_Remade):
@@ -158,13 +171,19 @@ class GatedMLP(_Remade):
         # The input of down is made again in backward, whole: its columns are no saving.
         self.gate_up, self.down = Group([gate, up]), Group([down], stream=2, whole_input=True)
         device = gate.entry.weight.device
-        self.swiglu = kernels.Swiglu(gate.entry.weight.shape[0], device)
+        dtype = gate.entry.dtype
+        self.entries = [layer.entry for layer in self.layers]
+        self.swiglu = kernels.Swiglu(gate.entry.weight.shape[0], dtype, device)
         self.trained = [*self.gate_up.trained, *self.down.trained]
         self.together = all(layer.entry.plan is not None for layer in self.layers)
         if self.together:
             plans = [*self.gate_up.products.plans, *self.down.products.plans]
-            self.transpose = kernels.Transpose([plans[0].shape[1], down.entry.weight.shape[0]], device)
-            self.products = kernels.SampledProducts(plans)
+            self.transpose = kernels.Transpose([plans[0].shape[1], down.entry.weight.shape[0]], dtype, device)
+            self.products = kernels.SampledProducts(plans, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`gated_mlp`."""
+        return gated_mlp(x, self)
 
 
 def fit_together(layers: Sequence[Layer]) -> bool:
@@ -181,14 +200,14 @@ def linear_group(x: Tensor, group: Group) -> tuple[Tensor, ...]:
     """x·Ŵᵀ + bias of the layers of a group for x (..., b): (..., c) each, equal to `sparse_linear`."""
     if not torch.is_grad_enabled():
         return tuple(group_forward(x, group, keeps=False)[0])
-    return _LinearGroup.apply(x, group, *group.trained)
+    return _apply(_LinearGroup, x, group, *group.trained)
 
 
 def gated_mlp(x: Tensor, mlp: GatedMLP) -> Tensor:
     """down(silu(gate(x))·up(x)), keeping neither silu(gate) nor the product: (..., b) → (..., c)."""
     if not torch.is_grad_enabled():
         return mlp_forward(x, mlp, keeps=False)[0]
-    return _GatedMLP.apply(x, mlp, *mlp.trained)
+    return _apply(_GatedMLP, x, mlp, *mlp.trained)
 
 
 class Saved(NamedTuple):
@@ -202,11 +221,9 @@ class Saved(NamedTuple):
 def group_forward(x: Tensor, group: Group, *, keeps: bool = True) -> tuple[list[Tensor], Saved]:
     """Without autograd: the outputs, and what `group_backward` wants unless there will be none."""
     seed = _seed(x, group.threshold)
-    rows = _rows(x, group.dtype)
-    with _no_autocast(x.device.type):
-        outputs, inner = group.forward(rows, seed)
-    kept = group.kept(x, rows) if keeps else None
-    return [_like(y, x) for y in outputs], Saved((kept, inner), seed, [entry.versions for entry in group.entries])
+    x = _operand(x, group.dtype)
+    outputs, inner = group.forward(x, seed)
+    return outputs, Saved((group.kept(x) if keeps else None, inner), seed, [entry.versions for entry in group.entries])
 
 
 def group_backward(
@@ -216,22 +233,21 @@ def group_backward(
     x, inner = saved.tensors
     assert x is not None
     with _Written(group.entries, saved.versions):
-        rows, dy_rows = _rows(x, group.dtype), [_rows(dy, group.dtype) for dy in dys]
-        dx, found = group.backward(rows, dy_rows, inner, saved.seed, trains=trains, wants_dx=wants_dx)
+        x, operands = _operand(x, group.dtype), [_operand(dy, group.dtype) for dy in dys]
+        dx, grads = group.backward(x, operands, inner, saved.seed, trains=trains, wants_dx=wants_dx)
         if group.sparse and trains:
-            group.sampled(rows, dy_rows, found)
-    return _shaped(dx, dys[0]), group.results(found)
+            group.sampled(x, operands, grads)
+    return _shaped(dx, dys[0]), grads
 
 
 def mlp_forward(x: Tensor, mlp: GatedMLP, *, keeps: bool = True) -> tuple[Tensor, Saved]:
     """Without autograd: the output, and what `mlp_backward` wants unless there will be none."""
     seed = _seed(x, mlp.gate_up.threshold or mlp.down.threshold)
-    rows = _rows(x, mlp.gate_up.dtype)
-    with _no_autocast(x.device.type):
-        (gate, up), inner = mlp.gate_up.forward(rows, seed)
-        (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
-    saved = (mlp.gate_up.kept(x, rows) if keeps else None, gate, up, inner, inner_down)
-    return _like(y, x), Saved(saved, seed, [layer.entry.versions for layer in mlp.layers])
+    x = _operand(x, mlp.gate_up.dtype)
+    (gate, up), inner = mlp.gate_up.forward(x, seed)
+    (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
+    saved = (mlp.gate_up.kept(x) if keeps else None, gate, up, inner, inner_down)
+    return y, Saved(saved, seed, [entry.versions for entry in mlp.entries])
 
 
 def mlp_backward(
@@ -242,9 +258,10 @@ def mlp_backward(
     assert x is not None
     assert gate is not None
     assert up is not None
-    with _Written([layer.entry for layer in mlp.layers], saved.versions):
-        rows, dy = _rows(x, mlp.gate_up.dtype), _rows(grad, mlp.down.dtype)
-        together = trains and mlp.together and dy.shape[0] <= kernels.TOKENS_AT_ONCE
+    with _Written(mlp.entries, saved.versions):
+        x, dy = _operand(x, mlp.gate_up.dtype), _operand(grad, mlp.down.dtype)
+        tokens = dy.numel() // dy.shape[-1]
+        together = trains and mlp.together and tokens <= kernels.TOKENS_AT_ONCE
         down_alone = trains and bool(mlp.down.sparse) and not together
         # The product is needed whole for dR of down, and for its dU where that is not taken from the transposed one.
         h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_alone else gate
@@ -253,20 +270,21 @@ def mlp_backward(
         if down_alone:
             mlp.down.sampled(h, [dy], found_down)
         del h
-        d_gate, d_up, *transposed = mlp.swiglu.backward(dh, gate, up, transposed=together)
+        d_gate, d_up, buffer, transposed = mlp.swiglu.backward(dh, gate, up, transposed=together)
         del dh
         dys = [d_gate, d_up]
-        dx, found = mlp.gate_up.backward(rows, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
+        dx, found = mlp.gate_up.backward(x, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
         if together:
             gate_t, up_t, h_t = transposed
-            x_t, dy_t = mlp.transpose(rows, dy)
+            others, (x_t, dy_t) = mlp.transpose(x, dy)
             outs = mlp.products.new()
-            mlp.products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], outs)
+            mlp.products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], tokens, outs)
+            del buffer, others  # until here the kernels read them
             mlp.gate_up.keep_sampled(outs[:2], found)
             mlp.down.keep_sampled(outs[2:], found_down)
         elif trains and mlp.gate_up.sparse:
-            mlp.gate_up.sampled(rows, dys, found)
-    return _shaped(dx, grad), [*mlp.gate_up.results(found), *mlp.down.results(found_down)]
+            mlp.gate_up.sampled(x, dys, found)
+    return _shaped(dx, grad), [*found, *found_down]
 
 
 class _Written:
@@ -294,43 +312,56 @@ class _Written:
             entry.restore()
 
 
+def _apply(function: Any, *args: Any) -> Any:
+    """`function.apply`, straight to C where no functorch transform is active."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
+
+
+def _once_differentiable(backward: Any) -> Any:
+    """torch's own, but for the price where nobody asked for a graph of the backward."""
+    whole = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def chosen(ctx: Any, *dys: Tensor) -> Any:
+        return whole(ctx, *dys) if torch.is_grad_enabled() else backward(ctx, *dys)
+
+    return chosen
+
+
 class _LinearGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, *trained: Tensor) -> tuple[Tensor, ...]:
-        outputs, saved = group_forward(x, group)
-        ctx.group, ctx.rest, ctx.x_dtype = group, saved[1:], x.dtype
-        ctx.save_for_backward(*saved.tensors)
+        outputs, (tensors, ctx.seed, ctx.versions) = group_forward(x, group)
+        ctx.group, ctx.x_dtype = group, x.dtype
+        ctx.save_for_backward(*tensors)
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> Any:
         needs = ctx.needs_input_grad
-        saved = Saved(ctx.saved_tensors, *ctx.rest)
+        saved = Saved(ctx.saved_tensors, ctx.seed, ctx.versions)
         dx, grads = group_backward(dys, saved, ctx.group, trains=any(needs[2:]), wants_dx=needs[0])
-        return cast(dx, ctx.x_dtype), None, *grads
+        return dx if dx is None or dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype), None, *grads
 
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mlp: GatedMLP, *trained: Tensor) -> Tensor:
-        y, saved = mlp_forward(x, mlp)
-        ctx.mlp, ctx.rest, ctx.x_dtype = mlp, saved[1:], x.dtype
-        ctx.save_for_backward(*saved.tensors)
+        y, (tensors, ctx.seed, ctx.versions) = mlp_forward(x, mlp)
+        ctx.mlp, ctx.x_dtype = mlp, x.dtype
+        ctx.save_for_backward(*tensors)
         return y
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = ctx.needs_input_grad
-        saved = Saved(ctx.saved_tensors, *ctx.rest)
+        saved = Saved(ctx.saved_tensors, ctx.seed, ctx.versions)
         dx, grads = mlp_backward(dy, saved, ctx.mlp, trains=any(needs[2:]), wants_dx=needs[0])
-        return cast(dx, ctx.x_dtype), None, *grads
-
-
-def _no_autocast(kind: str) -> Any:
-    """The products run in the dtype that the entries name; entering nothing is cheaper than leaving autocast."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        return dx if dx is None or dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype), None, *grads
 
 
 def _weight(entry: Entry) -> Tensor:
@@ -356,21 +387,26 @@ def _seed(x: Tensor, threshold: int) -> int:
     return mixed % _SEED_BIT + _SEED_BIT
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(T, n), contiguous, aligned, in the dtype of the products."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x·Wᵀ + bias, never a view to autograd, which would forbid whoever gets it to change it."""
+    if bias is None or x.dim() == 2:
+        return F.linear(x, weight, bias)
+    y = F.linear(_matrix(x), weight, bias)
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
+
+
+def _operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (..., n), contiguous, aligned, in the dtype of the products."""
     if x.dtype is not dtype:
         x = x.to(dtype)
-    if not x.is_contiguous():
-        x = x.contiguous()
-    x = aligned(x)
+    return aligned(x if x.is_contiguous() else x.contiguous())
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """(..., n) → (T, n)."""
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
-def _like(y: Tensor, x: Tensor) -> Tensor:
-    """y (T, c) in the shape of x (..., b) but for the last dimension; not a view to autograd, which would forbid
-    to change it."""
-    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
-
-
 def _shaped(dx: Tensor | None, dy: Tensor) -> Tensor | None:
-    return None if dx is None else _like(dx, dy)
+    """dx (T, b) in the shape of dy (..., c) but for the last dimension."""
+    return dx if dx is None or dy.dim() == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])

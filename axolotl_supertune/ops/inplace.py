@@ -44,7 +44,8 @@ class Entry:
         self.saved: Tensor | None = None
         self._alone: _Tables | None = None
         self._address = 0
-        self._versions: tuple[tuple[Tensor, int], ...] = ()
+        # U, L and R with the counts of their changes when they were last written.
+        self.versions: tuple[tuple[Tensor, int], ...] = ()
         # (γ·Lᵀ, R) as the kernels read them: (r', c), (r', b).
         self.packed: tuple[Tensor, Tensor] | None = None
         if L is not None and R is not None:
@@ -83,7 +84,8 @@ class Entry:
 
     def _write_alone(self) -> None:
         self.prepare()
-        if self._alone is None or not self._alone.are_of([self]):
+        self.written = True
+        if self._alone is None or not self._alone.hold():
             self._alone = _Tables([self])
         self._alone.run()
 
@@ -108,21 +110,16 @@ class Entry:
             torch.autograd.graph.increment_version(self.weight)
         self._address = self.weight.data_ptr()
 
-    @property
-    def versions(self) -> "tuple[tuple[Tensor, int], ...]":
-        """U, L and R with the counts of their changes when they were last written."""
-        return self._versions
-
     def note_written(self) -> None:
         """After a write: remember of which U, L and R."""
         self.written = True
-        self._versions = tuple((each, each._version) for each in (self.values, self.L, self.R) if each is not None)
+        self.versions = tuple([(each, each._version) for each in (self.values, self.L, self.R) if each is not None])
 
     def is_current(self) -> bool:
         """Whether U, L and R are, as far as autograd's counters tell, what was written."""
         if self.weight.data_ptr() != self._address:
             return False
-        for tensor, version in self._versions:  # noqa: SIM110 (a generator takes longer, and this is asked all the time)
+        for tensor, version in self.versions:  # noqa: SIM110 (a generator takes longer, and this is asked all the time)
             if tensor._version != version:
                 return False
         return True
@@ -134,11 +131,6 @@ class Entry:
         rank = None if self.packed is None else self.packed[0].shape[0]
         dtypes = (None if each is None else each.dtype for each in (self.weight, self.values, self.L, indices))
         return self.weight.device, self.dtype, rank, *dtypes
-
-    def addresses(self) -> tuple[int, ...]:
-        """Where everything lies that a table names."""
-        tensors = (self.weight, self.values, self.saved, self.L, self.R)
-        return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 # By the address of their weight: the entries that wrote last.
@@ -156,7 +148,7 @@ class Sweep:
         self._last = -1
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._counter = itertools.count()
-        self._tables: dict[Any, _Tables] = {}
+        self._tables: list[_Tables] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sweep":
         return Sweep()
@@ -168,44 +160,45 @@ class Sweep:
         """Take part from now on."""
         entry.place = next(self._counter)
         self._entries[entry.place] = entry
+        self._tables = []
         return entry
 
-    def refresh(self, entry: Entry) -> None:
-        """Make the weight and the copies of `entry` current."""
+    def refresh(self, *entries: Entry) -> None:
+        """Make the weights and the copies of `entries` current, in this order."""
         if torch._C._current_graph_task_id() != -1:
             # Inside a backward (gradient checkpointing): what its forward used still holds.
-            entry.ensure()
+            for entry in entries:
+                entry.ensure()
             return
-        if not entry.written:
-            entry._write_alone()
-        elif not (entry.fresh and entry.place > self._last and entry.is_current()):
-            self._run()
-        entry.fresh = False
-        self._last = entry.place
+        for entry in entries:
+            if not entry.written:
+                entry._write_alone()
+            elif not (entry.fresh and entry.place > self._last and entry.is_current()):
+                self._run()
+            entry.fresh = False
+            self._last = entry.place
 
     def _run(self) -> None:
-        groups: dict[Any, list[Entry]] = {}
-        for entry in self._entries.values():
-            if entry.written:
-                groups.setdefault(entry.kind, []).append(entry)
-        for key, entries in groups.items():
-            for entry in entries:
-                entry.prepare()
-            tables = self._tables.get(key)
-            if tables is None or not tables.are_of(entries):
-                tables = self._tables[key] = _Tables(entries)
-            tables.run()
-            for entry in entries:
-                entry.fresh = True
-        self._tables = {key: tables for key, tables in self._tables.items() if key in groups}
+        # The tables are of all entries that were written when they were made: one that is written since makes new ones.
+        count = sum([entry.written for entry in self._entries.values()])
+        if count != sum([tables.count for tables in self._tables]) or not all([each.hold() for each in self._tables]):
+            groups: dict[Any, list[Entry]] = {}
+            for entry in self._entries.values():
+                if entry.written:
+                    entry.prepare()
+                    groups.setdefault(entry.kind, []).append(entry)
+            self._tables = [_Tables(entries) for entries in groups.values()]
+        for tables in self._tables:
+            tables.run(fresh=True)
 
 
 class _Tables:
-    """The device tables of some entries of one kind."""
+    """The device tables of some entries of one kind, all of them prepared."""
 
     def __init__(self, entries: list[Entry]) -> None:
+        self.count = len(entries)
         self._entries = [weakref.ref(entry) for entry in entries]
-        self._addresses = [entry.addresses() for entry in entries]
+        self._addresses = self._now(entries)
         self._write = self._pack = None
         writes = [
             (entry.weight, entry.plan.indices, entry.values, entry.saved)
@@ -222,15 +215,18 @@ class _Tables:
         if packs:
             self._pack = kernels.pack_table(packs)
 
-    def are_of(self, entries: list[Entry]) -> bool:
-        """Whether these tables name these entries, where they are now."""
-        return (
-            len(entries) == len(self._entries)
-            and all(ref() is entry for ref, entry in zip(self._entries, entries, strict=True))
-            and all(entry.addresses() == old for entry, old in zip(entries, self._addresses, strict=True))
-        )
+    @staticmethod
+    def _now(entries: list[Any]) -> list[int]:
+        """Where everything lies that a table names; a tensor of another dtype lies elsewhere too."""
+        tensors = [(entry.weight, entry.values, entry.saved, entry.L, entry.R) for entry in entries]
+        return [tensor.data_ptr() for each in tensors for tensor in each if tensor is not None]
 
-    def run(self) -> None:
+    def hold(self) -> bool:
+        """Whether these tables still say where the entries are, and all of them are written."""
+        entries = [ref() for ref in self._entries]
+        return all([entry is not None and entry.written for entry in entries]) and self._now(entries) == self._addresses
+
+    def run(self, *, fresh: bool = False) -> None:
         """Write and copy anew."""
         if self._write is not None:
             kernels.write_supports(self._write)
@@ -240,3 +236,4 @@ class _Tables:
             entry = ref()
             if entry is not None:
                 entry.note_written()
+                entry.fresh = fresh

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from . import programs
-from .launch import Call
+from .launch import Call, address, places
 
 # Transposed operands are padded to a multiple of this many tokens, with zeros.
 PAD = 64
@@ -110,7 +110,7 @@ def write_table(layers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Writ
     # Of each kind of tensor one is named, for its dtype; the addresses of all are in the table.
     example = [tensor.detach() for tensor in layers[0][:3]]
     bound = (*example, table.to(device), owner, first.int().to(device))
-    return WriteTable(owner, Call(programs.write, bound, (_WRITE_BLOCK,), device))
+    return WriteTable(owner, Call(programs.write, (), bound, (_WRITE_BLOCK,), device))
 
 
 def write_supports(table: WriteTable) -> None:
@@ -144,7 +144,7 @@ def pack_table(factors: Sequence[tuple[Tensor, float, Tensor]]) -> PackTable:
     first = (blocks.cumsum(0) - blocks).int().to(device)
     factor, _, copy = factors[0]
     bound = (factor, copy, torch.tensor(rows, dtype=torch.int64).to(device), scales, owner, first)
-    return PackTable(owner, Call(programs.pack, bound, (copy.shape[0], _PACK_BLOCK), device))
+    return PackTable(owner, Call(programs.pack, (), bound, (copy.shape[0], _PACK_BLOCK), device))
 
 
 def pack_factors(table: PackTable) -> None:
@@ -163,31 +163,38 @@ def dropout_threshold(probability: float) -> int:
 
 
 class Transpose:
-    """Up to four (T, n_k), contiguous → (n_k, T rounded up), zeros behind T, in one launch."""
+    """Up to four (T, n_k), contiguous → (n_k, T'), T' the tokens rounded up, zeros behind T, in one launch."""
 
-    def __init__(self, widths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, widths: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self._widths = list(widths)
         ends = _filled(_ends(widths, 64), 4)
         self._blocks = ends[-1]
         self._fill = 4 - len(widths)
-        self._call = Call(programs.transpose, (*_filled(widths, 4), *ends[:3]), (len(widths), 64, 64), device)
+        bound = (*_filled(widths, 4), *ends[:3])
+        self._call = Call(programs.transpose, (dtype,) * 8, bound, (len(widths), 64, 64), device)
 
-    def __call__(self, *xs: Tensor) -> list[Tensor]:
-        tokens = xs[0].shape[0]
+    def __call__(self, *xs: Tensor) -> tuple[Tensor, list[Any]]:
+        """The copies, one after another in a buffer, and the places of each: it is the caller's to keep the buffer."""
+        tokens = xs[0].numel() // self._widths[0]
         blocks = -(-tokens // PAD)
-        outs = [x.new_empty((width, blocks * PAD)) for x, width in zip(xs, self._widths, strict=True)]
-        xs = (*xs, *(xs[-1:] * self._fill))
-        self._call((blocks, self._blocks, 1), *xs, *outs, *(outs[-1:] * self._fill), tokens, blocks)
-        return outs
+        sizes = [width * blocks * PAD for width in self._widths]
+        buffer = xs[0].new_empty(sum(sizes))
+        outs = places(buffer, sizes)
+        operands = [address(x) for x in xs]
+        fill = self._fill
+        self._call(
+            (blocks, self._blocks, 1), *operands, *operands[-1:] * fill, *outs, *outs[-1:] * fill, tokens, blocks
+        )
+        return buffer, outs
 
 
 class SampledProducts:
     """dU[e] = Σ_t dy[t, i]·x[t, j] for every entry e = (i, j) of one to three supports: M ⊙ (dyᵀx), never dense."""
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], dtype: torch.dtype) -> None:
         self.plans = list(plans)
-        self._sizes = [plan.indices.numel() for plan in plans]
         device = plans[0].indices.device
+        self._results = [_like_nothing((plan.indices.numel(),), torch.float32, device) for plan in plans]
         ends = _filled(list(accumulate(plan.owner.numel() for plan in plans)), MAX_PARTS)
         self._chunks = ends[-1]
         self._fill = MAX_PARTS - len(plans)
@@ -195,25 +202,27 @@ class SampledProducts:
         for plan in _filled(self.plans, MAX_PARTS):
             order = plan.owner if plan.order is None else plan.order
             tables += (plan.indices, order, plan.owner, plan.start, plan.shape[1], int(plan.by_row))
-        self._calls = {
-            add: Call(
-                programs.sampled_product, (*tables, *ends[:2]), (len(plans), add, _CHUNK, _TOKENS), device, num_warps=1
-            )
+        dtypes = (dtype, dtype, torch.float32) * MAX_PARTS
+        bound = (*tables, *ends[:2])
+        self._calls = [
+            Call(programs.sampled_product, dtypes, bound, (len(plans), add, _CHUNK, _TOKENS), device, num_warps=1)
             for add in (False, True)
-        }
+        ]
 
     def new(self) -> list[Tensor]:
         """Room for the results: (s_k,) fp32 each."""
-        device = self.plans[0].indices.device
-        return [torch.empty(size, dtype=torch.float32, device=device) for size in self._sizes]
+        return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in self._results]
 
-    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]], outs: Sequence[Tensor], *, add: bool = False) -> None:
-        """Fill `outs`, or add to them, from (dyᵀ (c, T'), xᵀ (b, T')) of each part, as `Transpose` gives them."""
-        operands: list[Tensor] = []
+    def __call__(
+        self, pairs: Sequence[tuple[Any, Any]], tokens: int, outs: Sequence[Tensor], *, add: bool = False
+    ) -> None:
+        """Fill `outs`, or add to them, from the places of (dyᵀ (c, T'), xᵀ (b, T')) of each part, as `Transpose` of
+        inputs of this many tokens gives them."""
+        operands: list[Any] = []
         for (dy_t, x_t), plan, out in zip(pairs, self.plans, outs, strict=True):
-            operands += (dy_t, x_t, out) if plan.by_row else (x_t, dy_t, out)
+            operands += (dy_t, x_t, address(out)) if plan.by_row else (x_t, dy_t, address(out))
         operands += operands[-3:] * self._fill
-        self._calls[add]((self._chunks, 1, 1), *operands, pairs[0][1].shape[1] // PAD)
+        self._calls[add]((self._chunks, 1, 1), *operands, -(-tokens // PAD))
 
 
 class Narrow:
@@ -225,13 +234,15 @@ class Narrow:
         bound = (*_filled(factors, MAX_PARTS), width, threshold, stream)
         constants = (len(factors), threshold > 0, self._rank, 16, 128)
         stages = 4 if factors[0].element_size() == 2 else 1
-        self._call = Call(programs.narrow, bound, constants, factors[0].device, num_stages=stages)
+        dtypes = (factors[0].dtype,) * 2
+        self._width = width
+        self._call = Call(programs.narrow, dtypes, bound, constants, factors[0].device, num_stages=stages)
 
     def __call__(self, x: Tensor, seed: int) -> Tensor:
-        """(T, b) → (T, k·r') in x's dtype."""
-        tokens = x.shape[0]
+        """(..., b) → (T, k·r') in x's dtype."""
+        tokens = x.numel() // self._width
         out = x.new_empty((tokens, self._columns))
-        self._call((-(-tokens // 16), 1, 1), x, out, tokens, seed)
+        self._call((-(-tokens // 16), 1, 1), address(x), address(out), tokens, seed)
         return out
 
 
@@ -244,13 +255,17 @@ class NarrowEach:
         bound = (*_filled(factors, MAX_PARTS), *_filled([factor.shape[1] for factor in factors], MAX_PARTS))
         constants = (self._parts, self._rank, 32, 128)
         stages = 4 if factors[0].element_size() == 2 else 1
-        self._call = Call(programs.narrow_each, bound, constants, factors[0].device, num_stages=stages)
+        dtypes = (factors[0].dtype,) * 4
+        self._width = factors[0].shape[1]
+        self._call = Call(programs.narrow_each, dtypes, bound, constants, factors[0].device, num_stages=stages)
 
-    def __call__(self, dys: list[Tensor]) -> Tensor:
-        """(T, k·r')."""
-        tokens = dys[0].shape[0]
+    def __call__(self, dys: Sequence[Tensor]) -> Tensor:
+        """(..., c_k) each → (T, k·r')."""
+        tokens = dys[0].numel() // self._width
         out = dys[0].new_empty((tokens, self._parts * self._rank))
-        self._call((-(-tokens // 32), self._parts, 1), *dys, *(dys[-1:] * self._fill), out, tokens)
+        operands = [address(dy) for dy in dys]
+        operands += operands[-1:] * self._fill
+        self._call((-(-tokens // 32), self._parts, 1), *operands, address(out), tokens)
         return out
 
 
@@ -264,12 +279,15 @@ class Widen:
         self._blocks = ends[-1]
         bound = (*_filled(factors, MAX_PARTS), *_filled(self._widths, MAX_PARTS), *ends[:2])
         constants = (len(factors), factors[0].shape[0], 64, 128)
-        self._call = Call(programs.widen, bound, constants, factors[0].device)
+        self._call = Call(programs.widen, (factors[0].dtype,) * 4, bound, constants, factors[0].device)
 
-    def __call__(self, inner: Tensor) -> list[Tensor]:
+    def __call__(self, inner: Tensor, lead: Sequence[int]) -> list[Tensor]:
+        """(*lead, c_k) each; the product of `lead` is T."""
         tokens = inner.shape[0]
-        outs = [inner.new_empty((tokens, width)) for width in self._widths]
-        self._call((self._blocks, -(-tokens // 64), 1), inner, *outs, *(outs[-1:] * self._fill), tokens)
+        outs = [inner.new_empty((*lead, width)) for width in self._widths]
+        operands = [address(out) for out in outs]
+        operands += operands[-1:] * self._fill
+        self._call((self._blocks, -(-tokens // 64), 1), address(inner), *operands, tokens)
         return outs
 
 
@@ -296,89 +314,111 @@ class ThinGradients:
         stream: int,
         dtype: torch.dtype,
     ) -> None:
-        parts, device = len(rights), rights[0].device
+        parts, device, kind = len(rights), rights[0].device, rights[0].dtype
         self._rank, self._b = rights[0].shape
-        self._parts, self._dtype, self._widths, self._ranks = parts, dtype, list(widths), list(ranks)
-        self._fill = MAX_PARTS - parts
+        self._parts, self._fill, self._width = parts, MAX_PARTS - parts, widths[0]
         bound = (*_filled(rights, MAX_PARTS), self._b, threshold, stream)
-        self._outer = {
-            through: Call(programs.outer, bound, (parts, threshold > 0, through, self._rank, 32, 64), device)
+        self._outer = [
+            Call(
+                programs.outer,
+                (kind, kind, torch.float32, kind),
+                bound,
+                (parts, threshold > 0, through, self._rank, 32, 64),
+                device,
+            )
             for through in (False, True)
-        }
+        ]
         ends = _filled(_ends(widths, 64), MAX_PARTS)
         self._blocks_x, self._blocks_dy = -(-self._b // 64), ends[-1]
         self._columns = sum(widths)
         starts = [0, *accumulate(widths)][:parts]
         each = (*_filled(widths, MAX_PARTS), *ends[:2], *_filled(starts, MAX_PARTS), self._columns)
-        self._outer_each = Call(programs.outer_each, each, (parts, self._rank, 32, 64), device)
+        dtypes: tuple[torch.dtype, ...] = (*(kind,) * 4, torch.float32)
+        self._outer_each = Call(programs.outer_each, dtypes, each, (parts, self._rank, 32, 64), device)
         reduced = (*_filled(widths, MAX_PARTS), *_filled(starts, MAX_PARTS), *_filled(list(ranks), MAX_PARTS))
         reduced += (*_filled([float(scale) for scale in scales], MAX_PARTS), self._columns, self._b)
-        self._reduce = Call(programs.reduce, reduced, (parts, self._rank, 64), device, num_warps=2)
+        dtypes = (torch.float32, torch.float32, *(dtype,) * 6)
+        self._reduce = Call(programs.reduce, dtypes, reduced, (parts, self._rank, 64), device, num_warps=2)
         self._reduce_blocks = -(-max(self._b, *widths) // 64)
-        self._shapes = [(width, rank) for width, rank in zip(widths, ranks, strict=True)]
-        self._shapes += [(rank, self._b) for rank in ranks]
+        shapes = [*zip(widths, ranks, strict=True), *((rank, self._b) for rank in ranks)]
+        self._results = [_like_nothing(shape, dtype, device) for shape in shapes]
 
     def __call__(
-        self, x: Tensor, dys: list[Tensor], inner: Tensor, d_inner: Tensor, seed: int, *, through: bool
+        self, x: Tensor, dys: Sequence[Tensor], inner: Tensor, d_inner: Tensor, seed: int, *, through: bool
     ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """dL_k (c_k, r_k), dR_k (r_k, b), and (T, b) in x's dtype or None."""
-        tokens = x.shape[0]
-        sums_x, passed = self._sums_x(x, d_inner, seed, through=through)
-        splits, span = _splits(tokens, self._blocks_dy)
-        sums_dy = torch.empty((splits, self._rank, self._columns), dtype=torch.float32, device=x.device)
-        operands = (*dys, *(dys[-1:] * self._fill), inner, sums_dy)
-        self._outer_each((self._blocks_dy, splits, 1), *operands, tokens, span)
-        outs = [torch.empty(shape, dtype=self._dtype, device=x.device) for shape in self._shapes]
+        """From x (..., b) and dy_k (..., c_k): dL_k (c_k, r_k), dR_k (r_k, b), and (T, b) in x's dtype or None."""
+        tokens = x.numel() // self._b
+        splits_x, span_x = _splits(tokens, self._blocks_x)
+        splits_dy, span_dy = _splits(tokens, self._blocks_dy)
+        sizes = [splits_x * self._parts * self._rank * self._b, splits_dy * self._rank * self._columns]
+        buffer = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
+        sums_x, sums_dy = places(buffer, sizes)
+        passed = self._pass(x, d_inner, sums_x, seed, splits_x, span_x, through=through)
+        operands = [address(dy) for dy in dys]
+        operands += operands[-1:] * self._fill
+        self._outer_each((self._blocks_dy, splits_dy, 1), *operands, address(inner), sums_dy, tokens, span_dy)
+        outs = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in self._results]
         d_left, d_right = outs[: self._parts], outs[self._parts :]
-        places = (*d_left, *(d_left[-1:] * self._fill), *d_right, *(d_right[-1:] * self._fill))
+        left, right = [address(each) for each in d_left], [address(each) for each in d_right]
+        fill = self._fill
         grid = (self._reduce_blocks, 2 * self._parts, 1)
-        self._reduce(grid, sums_dy, sums_x, *places, splits, sums_x.shape[0])
+        self._reduce(grid, sums_dy, sums_x, *left, *left[-1:] * fill, *right, *right[-1:] * fill, splits_dy, splits_x)
         return d_left, d_right, passed
 
     def through(self, x: Tensor, d_inner: Tensor, seed: int) -> Tensor:
         """Only what passes through to x: for layers of which nothing is trained."""
-        passed = self._sums_x(x, d_inner, seed, through=True)[1]
+        splits, span = _splits(x.numel() // self._b, self._blocks_x)
+        sums = torch.empty(splits * self._parts * self._rank * self._b, dtype=torch.float32, device=x.device)
+        passed = self._pass(x, d_inner, address(sums), seed, splits, span, through=True)
         assert passed is not None
         return passed
 
-    def _sums_x(self, x: Tensor, d_inner: Tensor, seed: int, *, through: bool) -> tuple[Tensor, Tensor | None]:
-        tokens = x.shape[0]
-        splits, span = _splits(tokens, self._blocks_x)
-        sums = torch.empty((splits, self._parts * self._rank, self._b), dtype=torch.float32, device=x.device)
-        passed = torch.empty_like(x) if through else None
-        operands = (x, d_inner, sums, x if passed is None else passed)
-        self._outer[through]((self._blocks_x, splits, 1), *operands, tokens, span, seed)
-        return sums, passed
+    def _pass(
+        self, x: Tensor, d_inner: Tensor, sums: Any, seed: int, splits: int, span: int, *, through: bool
+    ) -> Tensor | None:
+        tokens = x.numel() // self._b
+        passed = x.new_empty((tokens, self._b)) if through else None
+        to = address(x if passed is None else passed)
+        self._outer[through]((self._blocks_x, splits, 1), address(x), address(d_inner), sums, to, tokens, span, seed)
+        return passed
 
 
 class Swiglu:
-    """silu(gate)·up with the roundings of the two eager operations, and its gradients; all (T, n), contiguous."""
+    """silu(gate)·up with the roundings of the two eager operations, and its gradients; all (..., n), contiguous."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._width, self._blocks = width, -(-width // 64)
-        self._forward = Call(programs.swiglu, (width,), (2048,), device)
-        self._backward = {
-            transposed: Call(programs.swiglu_backward, (width,), (transposed, 64, 64), device, num_warps=8)
+        self._forward = Call(programs.swiglu, (dtype,) * 3, (width,), (2048,), device)
+        self._backward = [
+            Call(programs.swiglu_backward, (dtype,) * 8, (width,), (transposed, 64, 64), device, num_warps=8)
             for transposed in (False, True)
-        }
+        ]
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
-        self._forward((-(-gate.numel() // 2048), 1, 1), gate, up, out, gate.shape[0])
+        count = gate.numel()
+        self._forward((-(-count // 2048), 1, 1), address(gate), address(up), address(out), count // self._width)
         return out
 
-    def backward(self, dh: Tensor, gate: Tensor, up: Tensor, *, transposed: bool) -> list[Tensor]:
-        """d_gate and d_up; if `transposed`, also d_gateᵀ, d_upᵀ and the transposed product, as `Transpose` gives them.
+    def backward(
+        self, dh: Tensor, gate: Tensor, up: Tensor, *, transposed: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Any]]:
+        """d_gate and d_up; if `transposed`, also a buffer with d_gateᵀ, d_upᵀ and the transposed product, and their
+        places, as `Transpose` gives them.
 
         One pass: the copies are free next to the three eager kernels that this replaces.
         """
-        tokens = gate.shape[0]
+        tokens = gate.numel() // self._width
         blocks = -(-tokens // PAD)
-        outs = [torch.empty_like(gate), torch.empty_like(gate)]
-        outs += [gate.new_empty((self._width, blocks * PAD)) for _ in range(3)] if transposed else []
-        places = outs if transposed else (*outs, gate, gate, gate)
-        self._backward[transposed]((blocks, self._blocks, 1), dh, gate, up, *places, tokens, blocks)
-        return outs
+        d_gate, d_up = torch.empty_like(gate), torch.empty_like(gate)
+        operands = [address(each) for each in (dh, gate, up, d_gate, d_up)]
+        buffer, outs = None, operands[1:2] * 3
+        if transposed:
+            size = self._width * blocks * PAD
+            buffer = gate.new_empty(3 * size)
+            outs = places(buffer, [size] * 3)
+        self._backward[transposed]((blocks, self._blocks, 1), *operands, *outs, tokens, blocks)
+        return d_gate, d_up, buffer, outs
 
 
 def dropout_mask(
@@ -387,14 +427,20 @@ def dropout_mask(
     """(T, n) bool: what the kernels keep at this seed and stream; for tests and whoever wants to see it."""
     tokens, width = shape
     out = torch.empty(shape, dtype=torch.int8, device=device)
-    call = Call(programs.mask, (width, dropout_threshold(probability), stream), (16, 128), device)
-    call((-(-tokens // 16), -(-width // 128), 1), out, tokens, seed)
+    bound = (width, dropout_threshold(probability), stream)
+    call = Call(programs.mask, (torch.int8,), bound, (16, 128), device)
+    call((-(-tokens // 16), -(-width // 128), 1), address(out), tokens, seed)
     return out.bool()
 
 
 def _filled(values: Sequence[Any], count: int) -> list[Any]:
     """A kernel has a fixed number of arguments: the last part stands in for those that are not there."""
     return [*values, *(list(values[-1:]) * (count - len(values)))]
+
+
+def _like_nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A pattern for `empty_like`, the quickest way to a new tensor; without memory of its own."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 def _ends(widths: Sequence[int], block: int) -> list[int]:

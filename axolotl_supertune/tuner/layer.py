@@ -15,6 +15,7 @@ from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, 
 from ..ops.choice import requested, tensor_obstacle
 from ..support import index_dtype
 from .compiled import number_of
+from .known import Known
 
 if TYPE_CHECKING:  # Triton may be absent
     from ..ops.fused import Group
@@ -64,7 +65,7 @@ class SupraLayer(BaseTunerLayer):
         # The fast path: what is written into the base weight, how its gradient is computed, who reads the same input.
         self._entry: Entry | None = None
         # One for training and one for evaluation: their dropouts differ.
-        self._known: dict[bool, _KnownLayer] = {}
+        self._known: dict[bool, Known] = {}
         self._alone: dict[tuple[bool, bool], Group] = {}
         self._plans: dict[str, Plan] = {}
         self.sweep: Sweep | None = None
@@ -140,7 +141,7 @@ class SupraLayer(BaseTunerLayer):
     def restore(self) -> None:
         """Give the base weight its own bits back, if a forward wrote W + M⊙U into it; the next forward writes again."""
         # Training and evaluation may each have an entry of their own, where one runs under autocast.
-        for entry in (self._entry, *(known.layer.entry for known in self._known.values())):
+        for entry in (self._entry, *(known.found.entry for known in self._known.values())):
             if entry is not None and entry.written:
                 entry.restore()
 
@@ -185,14 +186,15 @@ class SupraLayer(BaseTunerLayer):
     def known_layer(self, x: Tensor) -> "KernelLayer | None":
         """`kernel_layer` before anything is written."""
         known = self._known.get(self.training)
-        if known is None or not known.holds(self, x):
+        if known is None or not known.holds(x):
             if self._disable_adapters or self.merged_adapters or self.supra_unloaded:
                 return None
             layer = self._new_kernel_layer(x, compute_dtype(x, self.base_layer.weight))
             if layer is None:
                 return None
-            known = self._known[self.training] = _KnownLayer(self, x, layer)
-        return known.layer
+            known = self._known[self.training] = Known([self], x, layer)
+        layer = known.found
+        return layer
 
     def own_group(self, x: Tensor, *, whole_input: bool = False) -> "Group | None":
         """`kernel_layer`, as the group of one that the fused functions take; `whole_input` keeps x as it is."""
@@ -418,9 +420,7 @@ class SupraLinear(nn.Module, SupraLayer):
             return self.base_layer(x, *args, **kwargs)
         group = self.own_group(x)
         if group is not None:
-            from ..ops.fused import linear_group
-
-            return linear_group(x, group)[0]
+            return group(x)[0]
         self.restore()
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         if self.supra_unloaded:
@@ -452,50 +452,6 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def __repr__(self) -> str:
         return f"supra.{super().__repr__()}"
-
-
-class _KnownLayer:
-    """A layer's operands for the kernels, and all that must be as it was for them to be used again.
-
-    This is asked in every forward of every layer, where a module's own attribute look-up would be most of the cost.
-    """
-
-    __slots__ = ("_active", "_bias", "_compute", "_device", "_places", "_training", "_weight", "layer")
-
-    def __init__(self, module: SupraLinear, x: Tensor, layer: "KernelLayer") -> None:
-        self.layer = layer
-        active: Any = module.active_adapters
-        self._active, self._training, self._device = list(active), module.training, x.device
-        self._weight: Tensor = module.base_layer.weight
-        self._compute = compute_dtype(x, self._weight)
-        stores = (module.supra_values, module.supra_L, module.supra_R, module.supra_indices)
-        held = [(store._parameters, store._buffers) for store in stores]
-        dicts = [each for pair in held for each in pair] + [module.base_layer._parameters]
-        self._places = [(each, key, value) for each in dicts for key, value in each.items() if value is not None]
-        self._places.append((module._modules, "base_layer", module.base_layer))
-        for numbers in (module.supra_scaling, module.supra_dropout):
-            self._places += [(numbers, name, number) for name, number in numbers.items()]
-        bias = module.base_layer.bias
-        self._bias = None if bias is None else (bias, bias.requires_grad)
-
-    def holds(self, module: SupraLinear, x: Tensor) -> bool:
-        """Whether nothing has changed since."""
-        if (
-            module.training is not self._training
-            or module._active_adapter != self._active
-            or module._disable_adapters
-            or module.merged_adapters
-            or x.device != self._device
-            or self._weight.requires_grad
-            or (self._bias is not None and self._bias[0].requires_grad is not self._bias[1])
-            or compute_dtype(x, self._weight) != self._compute
-            or not x.numel()
-        ):
-            return False
-        for place, key, value in self._places:  # noqa: SIM110 (a generator takes longer)
-            if place.get(key) is not value:
-                return False
-        return True
 
 
 def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ..ops.choice import requested
 from .compiled import number_of
+from .known import Known
 from .layer import SupraLinear
 
 if TYPE_CHECKING:  # Triton may be absent
-    from ..ops.fused import Group
+    from ..ops.fused import GatedMLP, Group
 
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -39,15 +40,17 @@ class SharedInput:
         self._members: list[SupraLinear] = [getattr(parent, name) for name in names]
         self._x: Tensor | None = None
         self._key: Any = None
+        self._kind = "cpu"
         self._outputs: dict[int, Tensor] = {}
         self._misses = 0
-        self._groups: dict[bool, Group] = {}
+        # One for training and one for evaluation: the group of all members.
+        self._known: dict[bool, Known] = {}
         self._computed_by: Group | None = None
 
     def output(self, layer: SupraLinear, x: Tensor) -> Tensor | None:
         """y of `layer`, or None if it is to be computed alone."""
         at = layer.shared_place
-        if self._outputs and self._x is x and at in self._outputs and self._key == _key(x) and self._still(at):
+        if self._x is x and at in self._outputs and self._key == _key(x, self._kind) and self._still(at):
             y = self._outputs.pop(at)
             if not self._outputs:
                 self._x, self._misses = None, 0
@@ -60,20 +63,20 @@ class SharedInput:
                 return None
         if at != 0 or x.is_inference():  # of an inference tensor nobody can tell whether it was changed
             return None
-        group = self._fitting_group(x)
+        known = self._known.get(layer.training)
+        group = known.found if known is not None and known.holds(x) else self._fitting_group(x)
         if group is None:
             return None
-        from ..ops.fused import linear_group
-
-        y, *others = linear_group(x, group)
-        self._computed_by = group
-        self._x, self._key, self._outputs = x, _key(x), dict(enumerate(others, start=1))
+        layer.sweep.refresh(*group.entries)  # type: ignore[union-attr] # share_work gave it one
+        y, *others = group(x)
+        self._computed_by, self._kind = group, x.device.type
+        self._x, self._key, self._outputs = x, _key(x, self._kind), dict(enumerate(others, start=1))
         return y
 
     def _still(self, at: int) -> bool:
         """Whether the adapter of a member is what it was when its output was computed."""
-        group = self._groups.get(self._members[at].training)
-        if group is None or group is not self._computed_by:
+        known, group = self._known.get(self._members[at].training), self._computed_by
+        if known is None or group is None or known.found is not group:
             return False
         return group.entries[at].written and group.entries[at].is_current()
 
@@ -88,15 +91,16 @@ class SharedInput:
                 return None
             layers.append(layer)
         training = self._members[0].training
-        group = self._groups.get(training)
+        known = self._known.get(training)
+        group = None if known is None else known.found
         if group is None or not _same(group.layers, layers):
-            from ..ops.fused import Group, fit_together
+            from ..ops import fused
 
-            if not fit_together(layers):
+            if not fused.fit_together(layers):
                 self.dissolve()
                 return None
-            group = self._groups[training] = Group(layers)
-        _refresh(self._members, layers)
+            group = fused.Group(layers)
+        self._known[training] = _known_together(self._parent, self._names, self._members, x, group)
         return group
 
     def dissolve(self) -> None:
@@ -111,7 +115,7 @@ class SharedInput:
             "_key": None,
             "_outputs": {},
             "_misses": 0,
-            "_groups": {},
+            "_known": {},
             "_computed_by": None,
         }
 
@@ -151,6 +155,15 @@ def unshare_work(model: nn.Module) -> None:
             vars(module).pop("_supra_mlps", None)
 
 
+def _known_together(
+    parent: nn.Module, names: Sequence[str], members: Sequence[SupraLinear], x: Tensor, found: Any
+) -> Known:
+    """What was found for children of one module: holds as long as what was found for each child does."""
+    places: list[tuple[Any, Any, Any]] = [(parent._modules, *each) for each in zip(names, members, strict=True)]
+    places += [(member._known, member.training, member._known[member.training]) for member in members]
+    return Known(members, x, found, places)
+
+
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether a module is down(silu(gate(x))·up(x)) in so many words, with all three layers adapted."""
     layers = [module._modules.get(name) for name in _MLP]
@@ -169,20 +182,31 @@ def is_gated_mlp(module: nn.Module) -> bool:
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return type(self).forward(self, x)  # the compiler fuses what lies between the three layers
-    layers = [self._modules.get(name) for name in _MLP]
-    if all(isinstance(layer, SupraLinear) and not _hooked(layer) for layer in layers):
-        parts = [layer.known_layer(x) for layer in layers]  # the inner activation is as x is, but for its width
-        if None not in parts:
-            from ..ops.fused import GatedMLP, fit_together, gated_mlp
+    modules = self._modules
+    gate, up, down = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
+    known = vars(self).setdefault("_supra_mlps", {})
+    one = known.get(self.training)
+    mlp = one.found if one is not None and one.holds(x) else _fitting_mlp(self, [gate, up, down], known, x)
+    if mlp is None or _hooked(gate) or _hooked(up) or _hooked(down):
+        return type(self).forward(self, x)
+    gate.sweep.refresh(*mlp.entries)
+    return mlp(x)
 
-            known = vars(self).setdefault("_supra_mlps", {})
-            mlp = known.get(self.training)
-            if mlp is None or not _same(mlp.layers, parts):
-                mlp = known[self.training] = GatedMLP(*parts) if fit_together(parts[:2]) else None
-            if mlp is not None:
-                _refresh(layers, parts)
-                return gated_mlp(x, mlp)
-    return type(self).forward(self, x)
+
+def _fitting_mlp(parent: Any, members: list[Any], known: dict[bool, Known], x: Tensor) -> "GatedMLP | None":
+    if not all(isinstance(member, SupraLinear) for member in members):
+        return None
+    layers = [member.known_layer(x) for member in members]  # the inner activation is as x is, but for its width
+    if None in layers:
+        return None
+    from ..ops.fused import GatedMLP, fit_together
+
+    old = known.get(parent.training)
+    mlp = None if old is None else old.found
+    if mlp is None or not _same(mlp.layers, layers):
+        mlp = GatedMLP(*layers) if fit_together(layers[:2]) else None
+    known[parent.training] = _known_together(parent, _MLP, members, x, mlp)
+    return mlp
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -190,16 +214,10 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _refresh(members: Sequence[Any], layers: Sequence[Any]) -> None:
-    """Make what was found for each member current before all are computed."""
-    for member, layer in zip(members, layers, strict=True):
-        member.sweep.refresh(layer.entry)
-
-
 def _hooked(layer: nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
-def _key(x: Tensor) -> tuple[Any, ...]:
-    """What a stored output depends on beside the input itself."""
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), x._version
+def _key(x: Tensor, kind: str) -> tuple[Any, ...]:
+    """What a stored output depends on beside the input itself, on this kind of device."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), x._version

@@ -45,10 +45,11 @@ def assert_close(found, expected, tolerance=1e-6):
 @pytest.mark.parametrize("widths", [[5], [3, 70], [64, 1, 65], [2, 66, 3, 9]])
 def test_transpose_pads_with_zeros(tokens, widths):
     xs = [draw(tokens, width, seed=at) for at, width in enumerate(widths)]
-    found = kernels.Transpose(widths, CPU)(*xs)
+    buffer, found = kernels.Transpose(widths, torch.float32, CPU)(*xs)
     assert len(found) == len(xs)
+    assert sum(one.numel() for one in found) == buffer.numel()
     for one, x in zip(found, xs, strict=True):
-        assert torch.equal(one, transposed(x))
+        assert torch.equal(one.view(x.shape[1], -1), transposed(x))
 
 
 # Sampled products
@@ -73,9 +74,9 @@ def test_plan_visits_every_entry_once_in_chunks_of_one_feature(shape, kind):
 
 
 def sampled(plans, pairs, outs=None, **options):
-    products = kernels.SampledProducts(plans)
+    products = kernels.SampledProducts(plans, pairs[0][0].dtype)
     outs = products.new() if outs is None else outs
-    products([(transposed(dy), transposed(x)) for dy, x in pairs], outs, **options)
+    products([(transposed(dy), transposed(x)) for dy, x in pairs], pairs[0][0].shape[0], outs, **options)
     return outs
 
 
@@ -140,7 +141,7 @@ def test_sampled_products_of_one_to_three_parts(parts, add):
     x = draw(5, 4, seed=9)
     pairs = [(draw(5, shape[0], seed=at), x) for at, shape in enumerate(shapes)]
     plans = [kernels.make_plan(indices, shape) for indices, shape in zip(supports, shapes, strict=True)]
-    outs = kernels.SampledProducts(plans).new()
+    outs = kernels.SampledProducts(plans, torch.float32).new()
     assert [out.numel() for out in outs] == list(counts)
     before = [draw(count, seed=20 + at) for at, count in enumerate(counts)]
     if add:
@@ -199,7 +200,7 @@ def test_narrow_each(tokens, widths):
 def test_widen(tokens, widths):
     inner = draw(tokens, 16 * len(widths))
     factors = [packed(RANKS[at], width, at) for at, width in enumerate(widths)]
-    found = kernels.Widen(factors)(inner)
+    found = kernels.Widen(factors)(inner, inner.shape[:1])
     for at, factor in enumerate(factors):
         assert_close(found[at], inner[:, 16 * at : 16 * at + 16].double() @ factor.double())
 
@@ -249,7 +250,7 @@ def test_thin_products_of_16_bit_operands():
     assert not found[:, 3:].any()
     assert_close(found, x.double() @ factor.double().t(), step)
     inner = draw(17, 16, dtype=dtype)
-    (wide,) = kernels.Widen([factor])(inner)
+    (wide,) = kernels.Widen([factor])(inner, inner.shape[:1])
     assert wide.dtype == dtype
     assert_close(wide, inner.double() @ factor.double(), step)
     thin = kernels.ThinGradients([factor], [5], [3], [0.5], 0, 0, torch.float32)
@@ -309,27 +310,28 @@ def test_swiglu(tokens, width, transposed_too):
     dh = draw(tokens, width, seed=3)
     expected = F.silu(gate) * up
     d_gate, d_up = torch.autograd.grad(expected, (gate, up), dh.double())
-    swiglu = kernels.Swiglu(width, CPU)
+    swiglu = kernels.Swiglu(width, torch.float32, CPU)
     gate, up = gate.detach().float(), up.detach().float()
     assert_close(swiglu(gate, up), expected)
-    found = swiglu.backward(dh, gate, up, transposed=transposed_too)
-    assert len(found) == (5 if transposed_too else 2)
+    *found, buffer, copies = swiglu.backward(dh, gate, up, transposed=transposed_too)
     assert_close(found[0], d_gate)
     assert_close(found[1], d_up)
+    assert (buffer is not None) == transposed_too
     if transposed_too:
-        assert torch.equal(found[2], transposed(found[0]))
-        assert torch.equal(found[3], transposed(found[1]))
-        assert_close(found[4], transposed(expected))
-        assert not found[4][:, tokens:].any()
+        gate_t, up_t, product_t = (each.view(width, -1) for each in copies)
+        assert torch.equal(gate_t, transposed(found[0]))
+        assert torch.equal(up_t, transposed(found[1]))
+        assert_close(product_t, transposed(expected))
+        assert not product_t[:, tokens:].any()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_swiglu_of_large_activations_is_finite():
     gate = torch.tensor([[-1e4, -200.0, -90.0, 90.0, 200.0, 1e4]])
     up, dh = torch.full_like(gate, 2.0), torch.ones_like(gate)
-    swiglu = kernels.Swiglu(6, CPU)
+    swiglu = kernels.Swiglu(6, torch.float32, CPU)
     assert_close(swiglu(gate, up), F.silu(gate) * up)
-    d_gate, d_up = swiglu.backward(dh, gate, up, transposed=False)
+    d_gate, d_up, *_ = swiglu.backward(dh, gate, up, transposed=False)
     torch.testing.assert_close(d_gate, torch.tensor([[0.0, 0.0, 0.0, 2.0, 2.0, 2.0]]))
     torch.testing.assert_close(d_up, F.silu(gate))
 
@@ -339,10 +341,10 @@ def test_swiglu_rounds_as_the_two_eager_operations_do():
     leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
     expected = F.silu(leaves[0]) * leaves[1]
     gradients = torch.autograd.grad(expected, leaves, dh)
-    swiglu = kernels.Swiglu(40, CPU)
+    swiglu = kernels.Swiglu(40, torch.float16, CPU)
     # The same bits, but where a rounding turns on the last bit of exp.
     assert (swiglu(gate, up) == expected).float().mean() > 0.98
-    for found, one in zip(swiglu.backward(dh, gate, up, transposed=False), gradients, strict=True):
+    for found, one in zip(swiglu.backward(dh, gate, up, transposed=False)[:2], gradients, strict=True):
         assert_close(found, one, 5e-4)
 
 
