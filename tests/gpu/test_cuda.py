@@ -106,7 +106,7 @@ def test_a_super_merge_writes_the_bits_that_training_used(dtype, tiny_llama, ids
     loaded = PeftModel.from_pretrained(tiny_llama(dtype=dtype).cuda(), tmp_path)
     assert torch.equal(loaded(ids).logits, before)
     layer = loaded.base_model.model.model.layers[0].mlp.down_proj
-    trained = effective_weight(layer.base_layer.weight, layer.sparse_parts(["default"]))
+    trained = effective_weight(layer.get_base_layer().weight, layer.sparse_parts(["default"]))
     merged = copy.deepcopy(loaded).merge_and_unload()
     assert torch.equal(merged.model.layers[0].mlp.down_proj.weight, trained)
     assert torch.equal(merged(ids).logits, before)

@@ -266,7 +266,7 @@ def step(model, ids, seed=5, run=None):
     model.zero_grad()
     torch.manual_seed(seed)
     with sdpa_kernel(SDPBackend.MATH):  # the others may sum in any order
-        logits = (run or model)(ids).logits
+        logits = (model if run is None else run)(ids).logits
         logits.float().square().mean().backward()
     named = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     return {"logits": logits.detach().clone(), **named}
