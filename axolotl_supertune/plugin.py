@@ -21,7 +21,6 @@ from axolotl.utils.schemas.config import AxolotlInputConfig
 from axolotl.utils.train import determine_last_checkpoint
 from peft import PeftConfig, get_peft_model
 from rich.console import Console
-from rich.table import Table
 from transformers import TrainerCallback
 
 from . import checks
@@ -29,6 +28,7 @@ from .calibration import ActivationNorms, calibrate
 from .callbacks import LogCost, RefuseUntrained, RequireAllTrained
 from .corpus import calibration_windows
 from .ops.choice import described
+from .table import layer_table
 from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
 from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.model import layer_budgets
@@ -244,40 +244,8 @@ def _max_positions(model_config: Any) -> int | None:
 
 def _table(model: Any) -> str:
     """The table of what is trained, as plain text."""
-    rows = budget_table(model)
-    config = model.peft_config["default"]
-    method = "Super" if config.supra_lambda == 0 else f"Supra, λ = {config.supra_lambda}"
-    budget = f"r0 = {config.r0}" if config.r0 is not None else f"density {config.sparse_density}"
-    title = f"{method}: {config.mask_score}-{config.sparse_direction}, {budget}"
-    table = Table(title=title, title_justify="left")
-    for name in (
-        "layers",
-        "shape",
-        "rank",
-        "density",
-        "sparse entries, each",
-        "sparse entries, all",
-        "parameters, all",
-    ):
-        table.add_column(name, justify="left" if name in ("layers", "shape") else "right")
-    sparse = size = 0
-    for row in rows:
-        each = row.budget
-        sparse += row.layers * each.sparse_count
-        size += row.layers * each.out_features * each.in_features
-        table.add_row(
-            f"{row.layers} × {row.kind}",
-            f"{each.out_features} × {each.in_features}",
-            str(each.rank),
-            f"{float(each.density):.4%}",
-            f"{each.sparse_count:,}",
-            f"{row.layers * each.sparse_count:,}",
-            f"{row.total:,}",
-        )
-    table.add_section()
-    table.add_row("total", "", "", f"{sparse / size:.4%}", "", f"{sparse:,}", f"{sum(row.total for row in rows):,}")
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(table)
+    console.print(layer_table(budget_table(model), model.peft_config["default"]))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
