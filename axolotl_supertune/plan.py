@@ -224,7 +224,7 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
             read.
     """
     engine = engine_of(raw, gpus)
-    cfg, refusals = checked(raw, engine.gpus)
+    cfg, refusals, refused = _checked(raw, engine.gpus)
     model, model_config = _meta_model(cfg)
     from .plugin import _check_all_matched, _config
     from .tuner.model import layer_budgets
@@ -239,8 +239,7 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
     text = model_config.get_text_config()
     found.unknown = _unlike_llama(text)
     if not found.unknown:
-        modes = {**raw, **{key: value for key, value in cfg.items() if value is not None}}  # refused ones as well
-        found.job = _job(modes, model, text, engine, tokens, found.notes)
+        found.job = _job({**cfg, **refused}, model, text, engine, tokens, found.notes)
         try:
             found.estimate = memory.estimate(
                 found.job.shape, found.rows, found.job.step, found.job.engine, found.job.calibration
@@ -321,10 +320,13 @@ def _deepspeed(named: Any, gpus: int) -> Engine:
     )
 
 
-def checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str]]:
-    """The config as training would have it, and every error that training would give on the way.
+def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], dict[str, Any]]:
+    """The config as training would have it, every error that training would give on the way, and the keys at fault.
 
-    What is refused is taken out and the rest asked again, so that all refusals are named and the others planned.
+    What is refused is taken out and the rest asked again, so that all refusals are named and the rest is planned.
+
+    Raises:
+        click.ClickException: what cannot be taken out, because the budgets hang on it.
     """
     from axolotl.integrations.base import PluginManager
     from axolotl.utils.config import prepare_plugins, validate_config
@@ -373,7 +375,7 @@ def checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str]]:
             )
     except (ValueError, ImportError) as error:
         refusals.append(str(error))
-    return cfg, refusals
+    return cfg, refusals, {key: value for key, value in raw.items() if key not in left}
 
 
 @contextlib.contextmanager

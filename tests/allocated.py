@@ -7,6 +7,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def kept_bytes(forward, known):
+    """Bytes of the storages that `forward()` keeps for its backward, beside those of the `known` tensors."""
+    already = {tensor.untyped_storage().data_ptr() for tensor in known}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in already:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        alive = forward()
+    del alive
+    return sum(kept.values())
+
+
 class Allocated(TorchDispatchMode):
     """Sees every storage that an operator returns; `known` tensors are there already and do not count.
 

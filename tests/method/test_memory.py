@@ -19,7 +19,7 @@ from axolotl_supertune.memory import GIB, OPTIMIZERS, Calibration, Engine, Step,
 from axolotl_supertune.plan import shape_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from allocated import Allocated
+from allocated import Allocated, kept_bytes
 
 BENCH = Path(__file__).parents[2] / "examples/bench"
 METHODS = {"super": "supra", "super-wanda": "supra", "supra": "supra", "lora": "lora", "full": "full"}
@@ -115,26 +115,21 @@ def small(
     return shape, rows, step, known, lambda: model(input_ids=ids, labels=ids, **mask).loss
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["supra", "lora", "full"])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        ("supra", torch.float32),
+        ("supra", torch.bfloat16),
+        ("lora", torch.bfloat16),  # in fp32 an input is no copy for every layer, and no plan asks
+        ("full", torch.float32),
+        ("full", torch.bfloat16),
+    ],
+)
 def test_forward_keeps_what_is_estimated(tiny_llama, method, dtype):
-    if (method, dtype) == ("lora", torch.float32):
-        pytest.skip("an fp32 input is kept as it is, not in a copy for every layer: nobody trains LoRA so here")
     shape, rows, step, known, loss = small(tiny_llama, method, dtype=dtype)
-    already = {tensor.untyped_storage().data_ptr() for tensor in known}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in already:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        alive = loss()
-    del alive
+    kept = kept_bytes(loss, known)
     logarithms = 4 * step.tokens * shape.vocabulary  # of the softmax
-    assert sum(kept.values()) == pytest.approx(activation_bytes(shape, rows, step)[0] + logarithms, rel=0.01)
+    assert kept == pytest.approx(activation_bytes(shape, rows, step)[0] + logarithms, rel=0.01)
 
 
 @pytest.mark.parametrize(
