@@ -24,6 +24,7 @@ FRAGMENTATION = 0.05
 
 Method = Literal["supra", "lora", "full"]
 Base = Literal["plain", "int8", "nf4", "nf4-double"]
+Layers = Literal["kernels", "transient", "reference"]
 Attention = Literal["flash", "repeated", "masked", "eager"]
 Checkpointing = Literal["none", "blocks", "offloaded"]
 Mlp = Literal["plain", "liger", "other"]
@@ -126,7 +127,8 @@ class Step:
         method: `supra` is Super too; `lora` is PEFT's with an fp32 adapter and no autocast; `full` trains all weights.
         width: w, bytes of a weight and of an activation.
         base: how the linear layers' weights lie in memory.
-        kernels: whether the Triton kernels compute the adapted layers, else the reference.
+        layers: what computes the adapted ones: the `kernels`, the `reference` in plain PyTorch, or for a weight that is
+            dequantized whenever it is used (`transient`) plain PyTorch with the kernels' sampled products.
         mlp: `plain` is down(silu(gate(x))·up(x)) in so many words, which the kernels compute as one; `liger` is
             Liger's, which keeps no silu(gate); `other` is eager code of another form.
         dropout: whether the low-rank part drops out.
@@ -144,7 +146,7 @@ class Step:
     method: Method = "supra"
     width: int = 2
     base: Base = "plain"
-    kernels: bool = True
+    layers: Layers = "kernels"
     mlp: Mlp = "plain"
     dropout: bool = True
     attention: Attention = "flash"
@@ -319,7 +321,7 @@ def base_bytes(shape: Shape, step: Step) -> float:
 def adapter_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
     """U, L and R, fp32, and for the kernels a copy of L and R in the dtype of the products, of padded rank."""
     trained = 4.0 * sum(row.total for row in rows)
-    if step.method != "supra" or not step.kernels:
+    if step.method != "supra" or step.layers != "kernels":
         return trained
     padded = sum(
         row.layers * _padded(row.budget.rank) * (row.budget.out_features + row.budget.in_features) for row in rows
@@ -328,7 +330,8 @@ def adapter_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
 
 
 def index_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
-    """The support: its indices, and for the kernels their order by column, the table of chunks, and W's own bits."""
+    """The support: its indices; for sampled products their order by column and the table of chunks; for a W that is
+    written into, its own bits."""
     if step.method != "supra":
         return 0.0
     total = 0.0
@@ -338,12 +341,14 @@ def index_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
         if not count:
             continue
         each = count * (4.0 if budget.out_features * budget.in_features < 2**31 else 8.0)
-        if step.kernels:
+        if step.layers == "kernels":
+            each += count * step.width
+        if step.layers != "reference":
             by_row = budget.out_features >= budget.in_features
             owners = min(count, max(budget.out_features, budget.in_features))
             # Chunks of four entries of one owner, the last one of each half full on average; two int32 a chunk.
             chunks = count / 4 + owners / 2
-            each += count * step.width + 8 * chunks + (0 if by_row else 4 * count)
+            each += 8 * chunks + (0 if by_row else 4 * count)
         total += row.layers * each
     return total
 
@@ -424,7 +429,7 @@ def _kept(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     else:
         kept += w * inner * ((2 if step.mlp == "liger" else 3) + keeps(MLP_OUTPUTS))
     known = ATTENTION_INPUTS | ATTENTION_OUTPUTS | MLP_INPUTS | MLP_OUTPUTS
-    if own and step.kernels:
+    if own and step.layers == "kernels":
         # The low-rank part's inner product, of padded rank.
         kept += sum(row.layers * _padded(row.budget.rank) for row in rows) * w / shape.blocks
     if own:
@@ -440,26 +445,30 @@ def _kept(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
 def _transient(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     """Bytes that the backward of one block needs beside what was kept: the MLP's, where it is widest."""
     w, hidden, inner, tokens = step.width, shape.hidden, shape.intermediate, step.tokens
-    dequantized = shape.widest * w if step.base != "plain" else 0
+    at_once = min(tokens, _TOKENS_AT_ONCE)
     if _mlp_is_fused(rows, step):
         # The gradients of the output, the product, gate and up; transposed copies of the last three, a piece at a time.
-        return w * (tokens * (hidden + 3 * inner) + 3 * inner * min(tokens, _TOKENS_AT_ONCE)) + dequantized
+        return w * (tokens * (hidden + 3 * inner) + 3 * inner * at_once)
     gradients = w * tokens * (hidden + inner)  # of the output and the product; eager code then has two more for one
-    following = w * tokens * inner
-    if step.method != "supra" or step.kernels:
-        return gradients + max(following, dequantized)
-    if any(row.budget.sparse_count for row in rows):
-        following = max(following, 4 * shape.widest)  # the reference makes the whole gradient of W, in fp32
-    if any(row.budget.rank for row in rows):
+    following = [float(w * tokens * inner)]
+    sparse, low_rank = any(row.budget.sparse_count for row in rows), any(row.budget.rank for row in rows)
+    if step.base != "plain" or (step.method == "supra" and step.layers == "reference"):
+        following.append(shape.widest * w)  # the dequantized or the effective weight
+    if step.method == "supra" and sparse:
+        # The reference makes the whole gradient of W in fp32; sampled products read transposed copies.
+        whole, copies = 4.0 * shape.widest, w * at_once * (hidden + inner)
+        following.append(whole if step.layers == "reference" else copies)
+    if step.method == "supra" and low_rank and step.layers != "kernels":
         wide = inner if any(row.kind in MLP_OUTPUTS for row in rows) else hidden
         # What passes through L and R, in fp32, with its sum; dropout draws its mask again, on ones.
-        following = max(following, tokens * wide * (16 if step.dropout else 8))
-    return gradients + max(following, shape.widest * w) + dequantized
+        following.append(tokens * wide * (16 if step.dropout else 8))
+    return gradients + max(following)
 
 
 def _mlp_is_fused(rows: Sequence[BudgetRow], step: Step) -> bool:
     """Whether the kernels compute the MLP as one: all three layers adapted, and it is Llama's."""
-    return step.method == "supra" and step.kernels and step.mlp == "plain" and {row.kind for row in rows} >= _FUSED_MLP
+    own = step.method == "supra" and step.layers == "kernels"
+    return own and step.mlp == "plain" and {row.kind for row in rows} >= _FUSED_MLP
 
 
 def _gathered(shape: Shape, step: Step, engine: Engine) -> tuple[float, float]:

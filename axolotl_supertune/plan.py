@@ -502,8 +502,10 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
         loss = "chunked"
     elif cfg.get("liger_cross_entropy"):
         loss = "liger"
-    kernels = requested() != "reference" and base == "plain" and not engine.shards_weights
-    if not kernels:
+    layers: memory.Layers = "kernels" if base == "plain" else "transient"
+    if requested() == "reference" or engine.shards_weights:
+        # A weight that is gathered for every use is none that the kernels may write into.
+        layers = "reference"
         notes.append("the adapted layers are computed by the reference, not by the Triton kernels")
     optimizer = cfg.get("optimizer") or "adamw_torch_fused"
     return Step(
@@ -511,7 +513,7 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
         length=length,
         width=2 if half else 4,
         base=base,
-        kernels=kernels,
+        layers=layers,
         mlp="liger" if cfg.get("liger_glu_activation") else "plain" if activation == "silu" else "other",
         dropout=bool(cfg.get("lora_dropout")),
         attention=kept,

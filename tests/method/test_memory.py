@@ -105,7 +105,7 @@ def small(
         *ids.shape,
         method=method,
         width=dtype.itemsize,
-        kernels=False,
+        layers="reference",
         dropout=method != "lora",
         checkpointing="blocks" if checkpointing else "none",
         attention="masked" if masked else "flash",
@@ -231,7 +231,7 @@ def test_what_saves_memory_saves_it(llama_8b):
     attentions = [of(attention=kind).training for kind in ("flash", "repeated", "masked", "eager")]
     assert attentions == sorted(attentions)
     assert of(thin_norms=True).training < plain < of(mlp="other").training
-    assert of(kernels=False).training > plain
+    assert of(layers="reference").training > plain
     assert of(optimizer="adamw_8bit").training < of(optimizer="adamw_torch").training
     assert of(accumulation=4).training == plain + 4 * sum(row.total for row in rows)
     assert of(width=4).training > plain

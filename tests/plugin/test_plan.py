@@ -213,7 +213,7 @@ def planned_step(mapping, **options):
 def test_the_step_of_a_config(large):
     step = planned_step(large(LLAMA_70B, micro_batch_size=4, sequence_len=512))
     assert (step.rows, step.length, step.attention, step.width) == (4, 512, "masked", 2)
-    assert (step.base, step.checkpointing, step.loss, step.kernels) == ("plain", "none", "transformers", True)
+    assert (step.base, step.checkpointing, step.loss, step.layers) == ("plain", "none", "transformers", "kernels")
     assert planned_step(large(LLAMA_70B, sequence_len=512), tokens=100).length == 100
     packed = {"sample_packing": True, "micro_batch_size": 2, "sequence_len": 512, "eval_sample_packing": False}
     step = planned_step(large(LLAMA_70B, **packed), tokens=100)
@@ -221,7 +221,8 @@ def test_the_step_of_a_config(large):
     step = planned_step(large(LLAMA_70B, **packed, attn_implementation="flex_attention"))
     assert (step.rows, step.length, step.attention) == (1, 1024, "flash")
     assert planned_step(large(LLAMA_70B, gradient_checkpointing=True)).checkpointing == "blocks"
-    assert planned_step(large(LLAMA_70B, load_in_4bit=True)).base == "nf4-double"  # refused or not
+    step = planned_step(large(LLAMA_70B, load_in_4bit=True))
+    assert (step.base, step.layers) == ("nf4-double", "transient")  # refused or not
     assert planned_step(large(LLAMA_70B, load_in_8bit=True)).base == "int8"
     assert planned_step(large(LLAMA_70B, chunked_cross_entropy=True)).loss == "chunked"
     liger = {"plugins": ["axolotl_supertune.SupertunePlugin", "axolotl.integrations.liger.LigerPlugin"]}
