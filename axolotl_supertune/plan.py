@@ -73,7 +73,10 @@ def plan(
     """
     import yaml
 
-    raw = yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        raw = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise click.ClickException(f"{config}: not a YAML file: {error}") from error
     if not isinstance(raw, dict):
         raise click.ClickException(f"{config}: not a YAML of keys.")
     result = make(raw, gpus=gpus, tokens=tokens)

@@ -3,11 +3,11 @@
 import dataclasses
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from allocated import Allocated, kept_bytes
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -17,9 +17,6 @@ from axolotl_supertune.budget import budget_rows, layer_budget
 from axolotl_supertune.calibration import default_layers
 from axolotl_supertune.memory import GIB, OPTIMIZERS, Calibration, Engine, Step, activation_bytes, base_bytes, estimate
 from axolotl_supertune.plan import shape_of
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from allocated import Allocated, kept_bytes
 
 BENCH = Path(__file__).parents[2] / "examples/bench"
 METHODS = {"super": "supra", "super-wanda": "supra", "supra": "supra", "lora": "lora", "full": "full"}

@@ -142,10 +142,12 @@ def test_what_cannot_be_planned_is_an_error(settings, run, changes, message):
     assert message in planned.output
 
 
-def test_a_config_that_is_not_a_mapping(tmp_path):
-    (tmp_path / "list.yml").write_text("- a\n")
-    planned = CliRunner().invoke(cli.supertune, ["plan", str(tmp_path / "list.yml")])
-    assert "not a YAML of keys" in planned.output
+@pytest.mark.parametrize(("text", "message"), [("- a\n", "not a YAML of keys"), ("a: [", "not a YAML file")])
+def test_a_file_that_is_no_config(tmp_path, text, message):
+    (tmp_path / "some.yml").write_text(text)
+    planned = CliRunner().invoke(cli.supertune, ["plan", str(tmp_path / "some.yml")])
+    assert planned.exit_code == 1
+    assert message in planned.output
 
 
 def test_the_size_of_a_gpu(settings, run):

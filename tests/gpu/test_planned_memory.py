@@ -1,11 +1,6 @@
 """What a training takes on this GPU is what its plan says, within a tenth."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from measure_plan import CASES, TOLERANCE, make_base, measured, planned, settings_of
 
 

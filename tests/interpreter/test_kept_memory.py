@@ -1,18 +1,13 @@
 """What the kernels keep for backward is what the estimate of memory says."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from allocated import kept_bytes
 from peft import get_peft_model
 
 from axolotl_supertune import SupraConfig, budget_table
 from axolotl_supertune.memory import Step, activation_bytes
 from axolotl_supertune.plan import shape_of
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from allocated import kept_bytes
 
 
 @pytest.mark.parametrize("supra_lambda", [0, 0.8])
