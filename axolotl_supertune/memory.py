@@ -9,7 +9,7 @@ activation (2 in bf16 and fp16), (c, b) a layer's shape.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .budget import BudgetRow
@@ -139,6 +139,7 @@ class Step:
         thin_norms: the norms are Liger's, which keep no fp32 copy.
         optimizer: one of OPTIMIZERS.
         accumulation: micro batches an update.
+        evaluated_rows: rows of a batch of an evaluation, 0 without one.
     """
 
     rows: int
@@ -155,6 +156,7 @@ class Step:
     thin_norms: bool = False
     optimizer: str = "adamw_torch_fused"
     accumulation: int = 1
+    evaluated_rows: int = 0
 
     @property
     def tokens(self) -> int:
@@ -299,6 +301,8 @@ def estimate(
             "temporaries": gradients / share if step.optimizer in _FOREACH else 0.0,
         },
     }
+    if step.evaluated_rows:
+        moments["evaluation"] = {"gathered weights": live_loss, "logits and loss": _evaluated_bytes(shape, step)}
     peaks = {moment: sum(parts.values()) + sum(fixed.values()) for moment, parts in moments.items()}
     moment = max(peaks, key=lambda name: peaks[name])
     parts = {name: size for name, size in {**fixed, **moments[moment]}.items() if size}
@@ -380,6 +384,14 @@ def loss_bytes(shape: Shape, step: Step) -> float:
         "liger": (step.width if step.width < 4 else 0) + 8,
     }[step.loss]
     return each * logits
+
+
+def _evaluated_bytes(shape: Shape, step: Step) -> float:
+    """The logits of an evaluation, their fp32 copy and log-softmax, none of which is kept for a backward."""
+    tokens = step.evaluated_rows * step.length
+    if step.loss == "fused":
+        return loss_bytes(shape, replace(step, rows=step.evaluated_rows))
+    return float(tokens * shape.vocabulary * (8 + (step.width if step.width < 4 else 0)))
 
 
 def activation_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> tuple[float, float, float]:

@@ -468,7 +468,8 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
     """
     from .ops.choice import requested
 
-    rows, length = cfg.get("micro_batch_size") or 1, cfg.get("sequence_len") or 2048
+    rows, sequence_len = cfg.get("micro_batch_size") or 1, cfg.get("sequence_len") or 2048
+    length = sequence_len
     bf16, fp16 = cfg.get("bf16"), cfg.get("fp16")
     half = bf16 in (True, "auto", "full") or bool(fp16) or (bf16 is None and fp16 is None)
     attention = str(cfg.get("attn_implementation") or "sdpa")
@@ -510,6 +511,10 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
         # A weight that is gathered for every use is none that the kernels may write into.
         layers = "reference"
         notes.append("the adapted layers are computed by the reference, not by the Triton kernels")
+    evaluates = cfg.get("val_set_size") or cfg.get("test_datasets")
+    evaluated = (cfg.get("eval_batch_size") or cfg.get("micro_batch_size") or 1) if evaluates else 0
+    if rows == 1 and packs and evaluated:
+        evaluated = -(-evaluated * sequence_len // length)  # in one row as well
     optimizer = cfg.get("optimizer") or "adamw_torch_fused"
     return Step(
         rows=rows,
@@ -525,6 +530,7 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
         thin_norms=bool(cfg.get("liger_rms_norm")),
         optimizer=str(getattr(optimizer, "value", optimizer)),
         accumulation=cfg.get("gradient_accumulation_steps") or 1,
+        evaluated_rows=evaluated,
     )
 
 

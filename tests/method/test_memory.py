@@ -235,6 +235,21 @@ def test_what_saves_memory_saves_it(llama_8b):
     assert estimate(shape, rows, STEP).needed > estimate(shape, rows, STEP).peak
 
 
+def test_an_evaluation_of_larger_batches_can_be_the_peak(tiny_llama, llama_8b):
+    shape, sizes = llama_8b
+    rows = rows_of(sizes, 0.8)
+    of = lambda count: estimate(shape, rows, dataclasses.replace(STEP, evaluated_rows=count))  # noqa: E731
+    assert of(1).training == of(0).training
+    assert of(32).moment == "evaluation"
+    small_shape, small_rows, step, known, loss = small(tiny_llama, "supra", vocabulary=8192, dtype=torch.bfloat16)
+    with Allocated(known) as allocated, torch.no_grad():
+        loss()
+    step = dataclasses.replace(step, rows=1, length=step.tokens, evaluated_rows=1)
+    found = estimate(small_shape, small_rows, step)
+    fixed = sum(found.parts.get(name, 0) for name in ("base weights", "adapter", "workspace"))
+    assert allocated.peak == pytest.approx(found.moments["evaluation"] - fixed, rel=0.1)
+
+
 def test_layers_that_are_not_adapted_keep_no_input(llama_8b):
     shape, sizes = llama_8b
     of = lambda kinds: estimate(  # noqa: E731

@@ -216,7 +216,11 @@ def test_the_step_of_a_config(large):
     step = planned_step(large(LLAMA_70B, micro_batch_size=4, sequence_len=512))
     assert (step.rows, step.length, step.attention, step.width) == (4, 512, "masked", 2)
     assert (step.base, step.checkpointing, step.loss, step.layers) == ("plain", "none", "transformers", "kernels")
+    assert step.evaluated_rows == 0
     assert planned_step(large(LLAMA_70B, sequence_len=512), tokens=100).length == 100
+    evaluates = {"val_set_size": 0.1, "micro_batch_size": 2}
+    assert planned_step(large(LLAMA_70B, **evaluates)).evaluated_rows == 2
+    assert planned_step(large(LLAMA_70B, **evaluates, eval_batch_size=8)).evaluated_rows == 8
     packed = {"sample_packing": True, "micro_batch_size": 2, "sequence_len": 512, "eval_sample_packing": False}
     step = planned_step(large(LLAMA_70B, **packed), tokens=100)
     assert (step.rows, step.length, step.attention) == (2, 512, "repeated")
