@@ -229,11 +229,11 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
     engine = engine_of(raw, gpus)
     cfg, refusals, refused = _checked(raw, engine.gpus)
     model, model_config = _meta_model(cfg)
-    from .plugin import _check_all_matched, _config
+    from .plugin import _check_all_matched, adapter_config
     from .tuner.model import layer_budgets
 
     try:
-        method = _config(model, cfg)
+        method = adapter_config(model, cfg)
         budgets = layer_budgets(model, method)
         _check_all_matched(cfg, budgets)
     except (ValueError, TypeError) as error:

@@ -109,9 +109,9 @@ class SupertunePlugin(BasePlugin):
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
-            check_resume(cfg, checkpoint, asked=_config(model, cfg))
+            check_resume(cfg, checkpoint, asked=adapter_config(model, cfg))
         if trained:
-            model = load_trained(model, cfg, trained, asked=_config(model, cfg), trainable=not frozen)
+            model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
         line = _calibration_line(model, self._calibrated or "as the adapter was made")
@@ -130,7 +130,7 @@ class SupertunePlugin(BasePlugin):
         return callbacks
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
-        config = _config(model, cfg)
+        config = adapter_config(model, cfg)
         budgets = layer_budgets(model, config)
         _check_all_matched(cfg, budgets)
         if config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
@@ -215,7 +215,8 @@ def _targets(model: Any, cfg: Any) -> dict[str, Any]:
     }
 
 
-def _config(model: Any, cfg: Any) -> SupraConfig:
+def adapter_config(model: Any, cfg: Any) -> SupraConfig:
+    """The PEFT config that the YAML describes for this model."""
     return checks.method_config(cfg, task_type=_get_peft_task_type(model), **_targets(model, cfg))
 
 
