@@ -1,7 +1,7 @@
 """How much GPU memory a training takes: numbers in, bytes out, each formula with its reason.
 
 Counted is what PyTorch's allocator hands out at its peak (`torch.cuda.max_memory_allocated`), per GPU. Activations are
-those of a decoder of Llama's form: two RMSNorms, attention and a gated MLP a block. Integers and floats only, no torch.
+those of a decoder of Llama's form: RMSNorms, attention and a gated MLP a block. Integers and floats only, no torch.
 
 Names: T tokens in a micro batch on one GPU, H hidden size, F intermediate size, V vocabulary, w bytes of a weight or an
 activation (2 in bf16 and fp16), (c, b) a layer's shape.
@@ -93,6 +93,7 @@ class Shape:
         embeddings: the input embedding, and the output layer unless it is tied to it.
         other: everything else, norms mostly.
         widest: weights of the largest linear layer in a block.
+        norms: norms of a block on its hidden states.
         qk_norm: whether queries and keys go through norms of their own.
         saved_modules: scalars of modules that are trained in full beside the adapter (lora_modules_to_save).
     """
@@ -109,6 +110,7 @@ class Shape:
     embeddings: int
     other: int
     widest: int
+    norms: int = 2
     qk_norm: bool = False
     saved_modules: int = 0
 
@@ -422,7 +424,7 @@ def _kept(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     whole = step.method == "full"
 
     # A norm keeps its input in fp32 (Liger's: as it is), and where its own weight is trained the normalised one.
-    kept = 2.0 * hidden * ((w if step.thin_norms else 4) + (w if whole else 0))
+    kept = float(shape.norms) * hidden * ((w if step.thin_norms else 4) + (w if whole else 0))
     if shape.qk_norm:
         kept += (queries + keys) * (w if step.thin_norms else 4)
     # An adapted or trained layer keeps its input; layers of one input keep it once.

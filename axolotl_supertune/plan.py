@@ -30,6 +30,8 @@ _REMOVABLE = re.compile(r"(?P<key>\w+)(\[\d+\][\w.]*)?: ")
 _CAPABILITIES = {"bf16": True, "fp8": True, "tf32": True, "compute_capability": "sm_90"}
 _VARLEN = (2, 10)  # PyTorch's own attention over packed sequences
 _AUTO = -1  # filled in when the model is known
+# Whose activations were compared, block by block, with the estimate's.
+CHECKED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -242,6 +244,8 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
     text = model_config.get_text_config()
     found.unknown = _unlike_llama(text)
     if not found.unknown:
+        if text.model_type not in CHECKED:
+            found.notes.append(f"the blocks of {text.model_type} keep what Llama's keep, which was not checked")
         found.job = _job({**cfg, **refused}, model, text, engine, tokens, found.notes)
         try:
             found.estimate = memory.estimate(
@@ -440,6 +444,11 @@ def shape_of(model: Any, text: Any, saved_modules: list[str]) -> Shape:
     whole = sum(parameter.numel() for parameter in model.parameters())
     names = tuple(saved_modules)
     saved = [each for name, each in model.named_modules() if names and name.rpartition(".")[2] in names]
+    norms = [
+        name
+        for name, each in model.named_modules()
+        if type(each).__name__.endswith("Norm") and not name.endswith(("q_norm", "k_norm"))
+    ]
     heads = text.num_attention_heads
     return Shape(
         hidden=text.hidden_size,
@@ -454,6 +463,7 @@ def shape_of(model: Any, text: Any, saved_modules: list[str]) -> Shape:
         embeddings=sum(tables.values()),
         other=whole - in_linear - sum(tables.values()),
         widest=max(each.weight.numel() for each in linear),
+        norms=(len(norms) - 1) // text.num_hidden_layers,  # one is the last of all
         qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         saved_modules=sum(parameter.numel() for each in saved for parameter in each.parameters()),
     )

@@ -9,14 +9,14 @@ import pytest
 import torch
 from allocated import Allocated, kept_bytes
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from axolotl_supertune import SupraConfig, budget_table
 from axolotl_supertune.bench.job import model_config
 from axolotl_supertune.budget import budget_rows, layer_budget
 from axolotl_supertune.calibration import default_layers
 from axolotl_supertune.memory import GIB, OPTIMIZERS, Calibration, Engine, Step, activation_bytes, base_bytes, estimate
-from axolotl_supertune.plan import shape_of
+from axolotl_supertune.plan import CHECKED, shape_of
 
 BENCH = Path(__file__).parents[2] / "examples/bench"
 METHODS = {"super": "supra", "super-wanda": "supra", "supra": "supra", "lora": "lora", "full": "full"}
@@ -127,6 +127,22 @@ def test_forward_keeps_what_is_estimated(tiny_llama, method, dtype):
     kept = kept_bytes(loss, known)
     logarithms = 4 * step.tokens * shape.vocabulary  # of the softmax
     assert kept == pytest.approx(activation_bytes(shape, rows, step)[0] + logarithms, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", CHECKED)
+def test_other_decoders_keep_what_is_estimated(kind):
+    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "vocab_size": 512, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, **sizes, **heads)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    model.config.use_cache = False
+    shape = shape_of(model, config, [])
+    model = get_peft_model(model, SupraConfig(mask_score="magnitude", task_type="CAUSAL_LM"))
+    ids = torch.randint(0, 512, (2, 128), generator=torch.Generator().manual_seed(0))
+    kept = kept_bytes(lambda: model(input_ids=ids, labels=ids).loss, [*model.parameters(), *model.buffers(), ids])
+    step = Step(*ids.shape, layers="reference")
+    expected = activation_bytes(shape, budget_table(model), step)[0] + 4 * step.tokens * shape.vocabulary
+    assert kept == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(
