@@ -194,8 +194,8 @@ class Plan:
         else:
             step, engine = job.step, job.engine
             place = engine.name if engine.gpus == 1 else f"{engine.name} on {engine.gpus} GPUs"
-            title = f"Memory of one GPU, {place}: {step.rows} × {step.length} tokens"
-            table = Table(title=title, title_justify="left")
+            say(f"Memory of one GPU, {place}: {step.rows} × {step.length} tokens")
+            table = Table()
             table.add_column("at the peak: " + found.moment)
             table.add_column("GiB", justify="right")
             for name, size in found.parts.items():
