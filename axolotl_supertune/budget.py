@@ -4,6 +4,7 @@ Integers only, no torch: the counts printed, trained and saved are exact.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -45,6 +46,29 @@ class LayerBudget:
     def density(self) -> Fraction:
         """s / (c·b), the share of the weights that the sparse part trains."""
         return Fraction(self.sparse_count, self.out_features * self.in_features)
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """Layers that share a name and a budget: one line of the table that is logged at start and planned."""
+
+    kind: str
+    layers: int
+    budget: LayerBudget
+
+    @property
+    def total(self) -> int:
+        """Trainable scalars of all these layers."""
+        return self.layers * self.budget.total
+
+
+def budget_rows(budgets: Mapping[str, LayerBudget]) -> list[BudgetRow]:
+    """Budgets by layer name, gathered per kind of layer (last part of the name) and budget, in their order."""
+    counts: dict[tuple[str, LayerBudget], int] = {}
+    for layer, budget in budgets.items():
+        key = (layer.rpartition(".")[2], budget)
+        counts[key] = counts.get(key, 0) + 1
+    return [BudgetRow(kind, count, budget) for (kind, budget), count in counts.items()]
 
 
 def exact_fraction(value: float) -> Fraction:

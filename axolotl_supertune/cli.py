@@ -8,17 +8,19 @@ import click
 
 from .bench.command import bench
 from .files import whole_file
+from .plan import plan
 from .tasks import TASK_FOLDER
 from .tasks.contamination import contamination
 
 
 @click.group()
 def supertune() -> None:
-    """Super and Supra: evaluation, contamination checks, and the cost of a training step."""
+    """Super and Supra: plans, evaluation, contamination checks, and the cost of a training step."""
 
 
 supertune.add_command(contamination)
 supertune.add_command(bench)
+supertune.add_command(plan)
 
 
 @supertune.command("eval")

@@ -21,7 +21,6 @@ from axolotl.utils.schemas.config import AxolotlInputConfig
 from axolotl.utils.train import determine_last_checkpoint
 from peft import PeftConfig, get_peft_model
 from rich.console import Console
-from rich.table import Table
 from transformers import TrainerCallback
 
 from . import checks
@@ -29,6 +28,7 @@ from .calibration import ActivationNorms, calibrate
 from .callbacks import LogCost, RefuseUntrained, RequireAllTrained
 from .corpus import calibration_windows
 from .ops.choice import described
+from .table import layer_table
 from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
 from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.model import layer_budgets
@@ -109,9 +109,9 @@ class SupertunePlugin(BasePlugin):
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
-            check_resume(cfg, checkpoint, asked=_config(model, cfg))
+            check_resume(cfg, checkpoint, asked=adapter_config(model, cfg))
         if trained:
-            model = load_trained(model, cfg, trained, asked=_config(model, cfg), trainable=not frozen)
+            model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
         line = _calibration_line(model, self._calibrated or "as the adapter was made")
@@ -130,7 +130,7 @@ class SupertunePlugin(BasePlugin):
         return callbacks
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
-        config = _config(model, cfg)
+        config = adapter_config(model, cfg)
         budgets = layer_budgets(model, config)
         _check_all_matched(cfg, budgets)
         if config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
@@ -215,7 +215,8 @@ def _targets(model: Any, cfg: Any) -> dict[str, Any]:
     }
 
 
-def _config(model: Any, cfg: Any) -> SupraConfig:
+def adapter_config(model: Any, cfg: Any) -> SupraConfig:
+    """The PEFT config that the YAML describes for this model."""
     return checks.method_config(cfg, task_type=_get_peft_task_type(model), **_targets(model, cfg))
 
 
@@ -244,40 +245,8 @@ def _max_positions(model_config: Any) -> int | None:
 
 def _table(model: Any) -> str:
     """The table of what is trained, as plain text."""
-    rows = budget_table(model)
-    config = model.peft_config["default"]
-    method = "Super" if config.supra_lambda == 0 else f"Supra, λ = {config.supra_lambda}"
-    budget = f"r0 = {config.r0}" if config.r0 is not None else f"density {config.sparse_density}"
-    title = f"{method}: {config.mask_score}-{config.sparse_direction}, {budget}"
-    table = Table(title=title, title_justify="left")
-    for name in (
-        "layers",
-        "shape",
-        "rank",
-        "density",
-        "sparse entries, each",
-        "sparse entries, all",
-        "parameters, all",
-    ):
-        table.add_column(name, justify="left" if name in ("layers", "shape") else "right")
-    sparse = size = 0
-    for row in rows:
-        each = row.budget
-        sparse += row.layers * each.sparse_count
-        size += row.layers * each.out_features * each.in_features
-        table.add_row(
-            f"{row.layers} × {row.kind}",
-            f"{each.out_features} × {each.in_features}",
-            str(each.rank),
-            f"{float(each.density):.4%}",
-            f"{each.sparse_count:,}",
-            f"{row.layers * each.sparse_count:,}",
-            f"{row.total:,}",
-        )
-    table.add_section()
-    table.add_row("total", "", "", f"{sparse / size:.4%}", "", f"{sparse:,}", f"{sum(row.total for row in rows):,}")
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(table)
+    console.print(layer_table(budget_table(model), model.peft_config["default"]))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from peft.tuners.tuners_utils import (
 )
 from torch import Tensor, nn
 
-from ..budget import LayerBudget, layer_budget
+from ..budget import BudgetRow, LayerBudget, budget_rows, layer_budget
 from ..scores import check_weight, score_rows
 from ..support import random_support, select_by_rows
 from .config import SupraConfig
@@ -149,28 +148,15 @@ def layer_budgets(model: nn.Module, config: SupraConfig) -> dict[str, LayerBudge
     return {name: _budget(layer, config, name) for name, layer in target_layers(model, config).items()}
 
 
-@dataclass(frozen=True)
-class BudgetRow:
-    """Layers that share a name and a budget: one line of the table that is logged at start."""
-
-    kind: str
-    layers: int
-    budget: LayerBudget
-
-    @property
-    def total(self) -> int:
-        """Trainable scalars of all these layers."""
-        return self.layers * self.budget.total
-
-
 def budget_table(model: nn.Module, adapter_name: str = "default") -> list[BudgetRow]:
     """What an adapter trains, per kind of layer (last part of the name) and budget, in the model's order."""
-    counts: dict[tuple[str, LayerBudget], int] = {}
-    for module in model.modules():
-        if isinstance(module, SupraLayer) and adapter_name in module.supra_budget:
-            key = (module.supra_layer.rpartition(".")[2], module.supra_budget[adapter_name])
-            counts[key] = counts.get(key, 0) + 1
-    return [BudgetRow(kind, count, budget) for (kind, budget), count in counts.items()]
+    return budget_rows(
+        {
+            module.supra_layer: module.supra_budget[adapter_name]
+            for module in model.modules()
+            if isinstance(module, SupraLayer) and adapter_name in module.supra_budget
+        }
+    )
 
 
 def _matching_layers(model: nn.Module, config: SupraConfig) -> dict[str, nn.Linear]:

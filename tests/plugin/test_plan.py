@@ -1,0 +1,275 @@
+"""`axolotl supertune plan`: the numbers are training's, the refusals too, and no weight is needed."""
+
+import json
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+from axolotl.utils.dict import DictDefault
+from click.testing import CliRunner
+from transformers import LlamaConfig
+
+from axolotl_supertune import cli, plan
+from axolotl_supertune.memory import GIB
+
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+LLAMA_405B = {
+    **LLAMA_70B,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+}
+
+
+@pytest.fixture
+def run(write):
+    """A function (mapping, *options) → the command's result."""
+
+    def run(mapping, *options):
+        return CliRunner().invoke(cli.supertune, ["plan", write(mapping), *map(str, options)])
+
+    return run
+
+
+@pytest.fixture
+def large(settings, tmp_path):
+    """A function (config of a Llama, **changes) → settings of a run in bf16 on a base that is a config.json alone."""
+
+    def large(config, **changes):
+        LlamaConfig(**config).save_pretrained(tmp_path / "large")
+        changes = {"bf16": True, "fp16": None, "val_set_size": 0, "eval_steps": None, **changes}
+        return settings(base_model=str(tmp_path / "large"), **changes)
+
+    return large
+
+
+@pytest.mark.parametrize("changes", [{}, {"adapter": "super", "lora_target_modules": ["q_proj", "down_proj"]}])
+def test_the_table_is_the_one_that_training_logs(settings, train, run, monkeypatch, tmp_path, changes):
+    mapping = settings(max_steps=1, eval_steps=None, **changes)
+    planned = run(mapping, "--json", tmp_path / "plan.json")
+    assert planned.exit_code == 0, planned.output
+    logged = []
+    with monkeypatch.context() as patch:
+        patch.setattr("axolotl_supertune.plugin.LOG.info", lambda message, *args: logged.append(message % args))
+        trainer = train(mapping)
+    # Line by line: a console that is wider puts spaces behind the title.
+    table = [line.rstrip() for line in planned.output.splitlines()]
+    table = table[: next(at for at, line in enumerate(table) if line.startswith("└")) + 1]
+    log = [line.rstrip() for line in "\n".join(logged).splitlines()]
+    start = log.index(table[0])
+    assert log[start : start + len(table)] == table
+    written = json.loads((tmp_path / "plan.json").read_text())
+    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    assert written["total"]["parameters"] == trained == sum(row["parameters"] for row in written["layers"])
+
+
+@pytest.mark.parametrize(("config", "parameters"), [(LLAMA_70B, 70.6e9), (LLAMA_405B, 405.9e9)], ids=["70B", "405B"])
+def test_a_large_llama_plans_in_seconds(large, run, tmp_path, config, parameters):
+    fsdp = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+    start = time.perf_counter()
+    planned = run(large(config, **fsdp), "--gpus", 8, "--gpu-memory", "80GiB", "--json", tmp_path / "plan.json")
+    assert time.perf_counter() - start < 30
+    written = json.loads((tmp_path / "plan.json").read_text())
+    shape = written["memory"]["shape"]
+    assert shape["linear"] + shape["embeddings"] + shape["other"] == pytest.approx(parameters, rel=0.01)
+    assert {row["layers"] for row in written["layers"]} == {config["num_hidden_layers"]}
+    assert written["memory"]["engine"]["name"] == "FSDP2"
+    assert written["memory"]["parts_gib"]["base weights"] == pytest.approx(2 * parameters / 8 / GIB, rel=0.01)
+    assert written["memory"]["fits"] is (parameters < 1e11)
+    assert ("fits" if parameters < 1e11 else "does not fit") in planned.output
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rl": "dpo"},
+        {"relora": True},
+        {"optimizer": "muon"},
+        {"fsdp_config": {"fsdp_version": 1}},
+        {"peft_use_dora": True},
+        {"calibration_path": "nowhere.safetensors"},
+        {"resume_from_checkpoint": "nowhere"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_refusal_is_the_error_of_training(settings, load, run, changes):
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        load(settings(**changes))
+    planned = run(settings(**changes))
+    assert planned.exit_code == 1
+    assert f"Refused: {error.value}" in planned.output
+    assert "total" in planned.output
+
+
+def test_every_refusal_is_named_and_the_rest_planned(settings, run, tmp_path):
+    changes = {"rl": "dpo", "relora": True, "calibration_path": "nowhere.safetensors", "datasets": None}
+    planned = run(settings(**changes), "--json", tmp_path / "plan.json")
+    refused = json.loads((tmp_path / "plan.json").read_text())["refused"]
+    for start in ("rl: dpo", "relora: True", "calibration_path: there is no file"):
+        assert any(line.startswith(start) for line in refused), start
+    assert any("datasets" in line for line in refused), "what Axolotl itself refuses is left out"
+    assert planned.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter": "lora"}, "adapter: lora: only supra and super are planned"),
+        ({"lora_r": 5000}, "use r0 ≤"),
+        ({"supra_lambda": 1.5}, r"supra_lambda=1.5 is not in"),
+        ({"supra_lamda": 0.5}, "did you mean supra_lambda?"),
+        ({"lora_target_modules": ["q_proj", "nowhere"]}, "lora_target_modules: nowhere matches no layer"),
+        ({"base_model": "nowhere/at-all"}, "base_model: the config of nowhere/at-all cannot be read"),
+        ({"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json cannot be read as a DeepSpeed config"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_planned_is_an_error(settings, run, changes, message):
+    planned = run(settings(**changes))
+    assert planned.exit_code == 1
+    assert message in planned.output
+
+
+@pytest.mark.parametrize(("text", "message"), [("- a\n", "not a YAML of keys"), ("a: [", "not a YAML file")])
+def test_a_file_that_is_no_config(tmp_path, text, message):
+    (tmp_path / "some.yml").write_text(text)
+    planned = CliRunner().invoke(cli.supertune, ["plan", str(tmp_path / "some.yml")])
+    assert planned.exit_code == 1
+    assert message in planned.output
+
+
+def test_the_size_of_a_gpu(settings, run):
+    mapping = settings()
+    assert "GiB are left" in run(mapping, "--gpu-memory", "24 GB").output
+    small = run(mapping, "--gpu-memory", "100MiB")
+    assert small.exit_code == 1
+    assert "does not fit" in small.output
+    assert "is no size" in run(mapping, "--gpu-memory", "much").output
+
+
+def test_a_mixture_of_experts_has_budgets_and_no_estimate(large, run, tmp_path):
+    from transformers import MixtralConfig
+
+    mapping = large(LLAMA_70B, lora_target_modules=["q_proj", "v_proj"])
+    MixtralConfig(num_hidden_layers=2, num_local_experts=4).save_pretrained(mapping["base_model"])
+    planned = run(mapping, "--json", tmp_path / "plan.json")
+    assert "Memory: not estimated: the activations of a mixture of experts" in planned.output
+    assert json.loads((tmp_path / "plan.json").read_text())["memory"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "expected"),
+    [
+        ({}, None, ("one GPU", 1)),
+        ({}, 4, ("DDP", 4)),
+        ({"fsdp_config": {"offload_params": True}}, 2, ("FSDP2", 2)),
+        ({"dp_shard_size": 8, "fsdp_config": {"reshard_after_forward": False}}, None, ("FSDP2", 8)),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, 2, ("DDP", 2)),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, 2, ("ZeRO-1", 2)),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, 2, ("ZeRO-2", 2)),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, 2, ("ZeRO-3", 2)),
+    ],
+)
+def test_the_engine_of_a_config(changes, gpus, expected):
+    engine = plan.engine_of(changes, gpus)
+    assert (engine.name, engine.gpus) == expected
+
+
+def test_the_details_of_an_engine(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert plan.engine_of({}, None).gpus == 3
+    path = tmp_path / "zero.json"
+    zero = {"stage": 2, "reduce_bucket_size": 1e6, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    engine = plan.engine_of({"deepspeed": str(path)}, 2)
+    assert (engine.bucket, engine.overlaps, engine.offloads_optimizer, engine.offloads_weights) == (
+        10**6,
+        True,
+        True,
+        False,
+    )
+    assert plan.engine_of({"fsdp_config": {"fsdp_offload_params": True}}, 2).offloads_weights
+    assert plan.engine_of({"fsdp_config": {"reshard_after_forward": False}}, 2).keeps_gathered
+    with pytest.raises(click.ClickException, match=r"stage 7"):
+        plan.engine_of({"deepspeed": {"zero_optimization": {"stage": 7}}}, 2)
+
+
+def planned_step(mapping, **options):
+    made = plan.make(mapping, **options)
+    assert made.job is not None
+    return made.job.step
+
+
+def test_the_step_of_a_config(large):
+    step = planned_step(large(LLAMA_70B, micro_batch_size=4, sequence_len=512))
+    assert (step.rows, step.length, step.attention, step.width) == (4, 512, "masked", 2)
+    assert (step.base, step.checkpointing, step.loss, step.layers) == ("plain", "none", "transformers", "kernels")
+    assert step.evaluated_rows == 0
+    assert planned_step(large(LLAMA_70B, sequence_len=512), tokens=100).length == 100
+    evaluates = {"val_set_size": 0.1, "micro_batch_size": 2}
+    assert planned_step(large(LLAMA_70B, **evaluates)).evaluated_rows == 2
+    assert planned_step(large(LLAMA_70B, **evaluates, eval_batch_size=8)).evaluated_rows == 8
+    packed = {"sample_packing": True, "micro_batch_size": 2, "sequence_len": 512, "eval_sample_packing": False}
+    step = planned_step(large(LLAMA_70B, **packed), tokens=100)
+    assert (step.rows, step.length, step.attention) == (2, 512, "repeated")
+    step = planned_step(large(LLAMA_70B, **packed, attn_implementation="flex_attention"))
+    assert (step.rows, step.length, step.attention) == (1, 1024, "flash")
+    assert planned_step(large(LLAMA_70B, gradient_checkpointing=True)).checkpointing == "blocks"
+    step = planned_step(large(LLAMA_70B, load_in_4bit=True))
+    assert (step.base, step.layers) == ("nf4-double", "transient")  # refused or not
+    assert planned_step(large(LLAMA_70B, load_in_8bit=True)).base == "int8"
+    assert planned_step(large(LLAMA_70B, chunked_cross_entropy=True)).loss == "chunked"
+    liger = {"plugins": ["axolotl_supertune.SupertunePlugin", "axolotl.integrations.liger.LigerPlugin"]}
+    keys = {"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True, "liger_glu_activation": True}
+    step = planned_step(large(LLAMA_70B, **liger, **keys))
+    assert (step.loss, step.thin_norms, step.mlp) == ("fused", True, "liger")
+    assert planned_step(large(LLAMA_70B, bf16=False, fp16=False)).width == 4
+
+
+def test_the_examples_plan(in_a_folder_of_examples, run):
+    for name in ("quickstart.yml", "llama3-8b-supra.yml"):
+        raw, planned = in_a_folder_of_examples(name)
+        assert planned.exit_code == 0, planned.output
+        assert raw["adapter"] == "supra"
+
+
+@pytest.fixture
+def in_a_folder_of_examples(tmp_path, monkeypatch, run):
+    """A function (name of an example) → its mapping and plan, with a base model's config in place of the hub's."""
+    from test_examples import EXAMPLES, LLAMA, yaml
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    (tmp_path / "outputs/quickstart").mkdir(parents=True)
+    (tmp_path / "outputs/quickstart/calibration.txt").write_text("text")
+
+    def planned(name):
+        raw = yaml.safe_load((EXAMPLES / name).read_text())
+        LLAMA[raw["base_model"]].save_pretrained(tmp_path / "config")
+        return raw, run({**raw, "base_model": str(tmp_path / "config")})
+
+    return planned
+
+
+def test_the_config_is_left_as_it_is(settings):
+    mapping = settings(rl="dpo")
+    before = DictDefault(json.loads(json.dumps(mapping)))
+    plan.make(mapping)
+    assert mapping == before
+
+
+def test_help_waits_for_no_torch():
+    code = "import sys, axolotl_supertune.plan; sys.exit(bool({'torch', 'axolotl', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
