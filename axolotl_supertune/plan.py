@@ -484,8 +484,11 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
     half = bf16 in (True, "auto", "full") or bool(fp16) or (bf16 is None and fp16 is None)
     attention = str(cfg.get("attn_implementation") or "sdpa")
     packs = bool(cfg.get("sample_packing"))
-    if tokens is not None and not packs:
+    if tokens is not None and not packs and not cfg.get("pad_to_sequence_len"):
         length = min(length, tokens)
+    if cfg.get("pad_to_sequence_len") is not False:  # as Axolotl's collator rounds up
+        multiple = cfg.get("pad_to_multiple_of") or 64
+        length = -(-length // multiple) * multiple
     kept: memory.Attention = "flash"
     if attention == "eager":
         kept = "eager"

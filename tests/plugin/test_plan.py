@@ -217,7 +217,10 @@ def test_the_step_of_a_config(large):
     assert (step.rows, step.length, step.attention, step.width) == (4, 512, "masked", 2)
     assert (step.base, step.checkpointing, step.loss, step.layers) == ("plain", "none", "transformers", "kernels")
     assert step.evaluated_rows == 0
-    assert planned_step(large(LLAMA_70B, sequence_len=512), tokens=100).length == 100
+    assert planned_step(large(LLAMA_70B, sequence_len=512), tokens=100).length == 128
+    assert planned_step(large(LLAMA_70B, sequence_len=512, pad_to_sequence_len=False), tokens=100).length == 100
+    assert planned_step(large(LLAMA_70B, sequence_len=500, pad_to_sequence_len=True), tokens=100).length == 512
+    assert planned_step(large(LLAMA_70B, sequence_len=500, pad_to_multiple_of=48)).length == 528
     evaluates = {"val_set_size": 0.1, "micro_batch_size": 2}
     assert planned_step(large(LLAMA_70B, **evaluates)).evaluated_rows == 2
     assert planned_step(large(LLAMA_70B, **evaluates, eval_batch_size=8)).evaluated_rows == 8
