@@ -4,9 +4,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+import bitsandbytes as bnb
 import torch
 from kernel_cases import SUPPORTS, make_support, relative_error
+from peft import get_peft_model
+from torch import nn
 
+from axolotl_supertune import SupraConfig
 from axolotl_supertune.ops import Sparse, choice, kernels
 from axolotl_supertune.ops.transient import BlockGradient, SampledGradient, transient_linear
 
@@ -67,3 +71,26 @@ def test_the_whole_layer_and_the_choice():
         found.append([y, *torch.autograd.grad(y, [x, values], dy)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("supra_lambda", [0, 0.5])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantized_layer_takes_them_alone(kind, supra_lambda, monkeypatch):
+    torch.manual_seed(0)
+    layer = bnb.nn.LinearNF4(64, 24) if kind == "nf4" else bnb.nn.Linear8bitLt(64, 24, has_fp16_weights=False)
+    layer.weight.data.normal_()  # the fixture fills what nobody writes with NaN
+    knobs = {"mask_score": "magnitude", "r0": 2, "supra_lambda": supra_lambda, "init_weights": False}
+    config = SupraConfig(target_modules=["layer"], lora_dropout=0.0, **knobs)
+    model = get_peft_model(nn.ModuleDict({"layer": layer}).to("cpu"), config)
+    layer = model.base_model.model["layer"]
+    x, dy = operands(24, 64, 5)
+    x.requires_grad_()
+    leaves = [x, *(each for each in layer.parameters() if each.requires_grad)]
+    found = []
+    for asked, gradient in (("triton", SampledGradient), ("reference", BlockGradient)):
+        monkeypatch.setenv(choice.VARIABLE, asked)
+        y = layer(x)
+        found.append([y, *torch.autograd.grad(y, leaves, dy)])
+        assert type(layer._gradients["default"][1]) is gradient
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
