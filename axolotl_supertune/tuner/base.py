@@ -31,8 +31,11 @@ def loaded_dtype(model: nn.Module) -> torch.dtype:
 def base_quantization(model: nn.Module) -> dict[str, Any] | None:
     """How bitsandbytes quantized a transformers model, as plain values that `from_pretrained` takes, or None."""
     config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is None or quant_method(config) != "bitsandbytes":
-        return None
+    return None if config is None or quant_method(config) != "bitsandbytes" else plain_settings(config)
+
+
+def plain_settings(config: Any) -> dict[str, Any]:
+    """Of a bitsandbytes config, an object or a mapping, what its number of bits reads, as plain values."""
     fields = config if isinstance(config, dict) else config.to_dict()
     own = "bnb_4bit_" if fields.get("load_in_4bit") else "llm_int8_threshold"
     kept = {key: value for key, value in fields.items() if key.startswith((own, "load_in_", "llm_int8_skip_modules"))}
