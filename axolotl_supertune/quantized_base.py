@@ -14,8 +14,8 @@ from .tuner.base import REMEDY, base_quantization, plain_settings, quant_method
 def complete(cfg: Any, model_config: Any) -> None:
     """Fill in how the base is quantized: what Axolotl's loader says for qlora (4 bits) and lora (8 bits).
 
-    nf4 with double quantization, computed in the run's dtype, changed by `bnb_config_kwargs`; the loader holds the very
-    mapping that is changed here. Called before the model is built.
+    nf4 with double quantization, computed in the run's dtype, stored as bytes, changed by `bnb_config_kwargs`. Called
+    before the model is built; the loader holds the very mapping that is changed here.
 
     Raises:
         ValueError: the base model is quantized already, by another method.
@@ -30,6 +30,10 @@ def complete(cfg: Any, model_config: Any) -> None:
     loader.ModelLoader._set_quantization_config(stand_in)
     found = stand_in.model_kwargs["quantization_config"].to_dict()
     settings = {key: value for key, value in found.items() if not key.startswith("_")}
+    if not (cfg.bnb_config_kwargs or {}).get("bnb_4bit_quant_storage"):
+        # Axolotl stores the bytes as bf16 for FSDP's sake; what casts a model to another dtype would cast them too, as
+        # `axolotl inference` does.
+        settings["bnb_4bit_quant_storage"] = "uint8"
     cfg.overrides_of_model_kwargs["quantization_config"].update({**settings, "quant_method": "bitsandbytes"})
 
 

@@ -61,7 +61,7 @@ def note_quantization(model: nn.Module, config: SupraConfig) -> None:
 
     if weights(then) != weights(here):
         warnings.warn(
-            f"the adapter was trained on a base {_quantization_in_words(then)}, this one is "
+            f"the adapter was trained on a base that was {_quantization_in_words(then)}, this one is "
             f"{_quantization_in_words(here)}. Unless one is the other dequantized, their weights differ slightly, and "
             "so does what the adapter gives: load the base as it was in training to get what was trained.",
             stacklevel=2,
@@ -70,7 +70,7 @@ def note_quantization(model: nn.Module, config: SupraConfig) -> None:
 
 def _quantization_in_words(fields: dict[str, Any] | None) -> str:
     if not fields:
-        return "that was not quantized" if fields is None else "quantized in an unknown way"
+        return "not quantized"
     if fields.get("load_in_8bit"):
         return "quantized to 8 bits"
     double = "with" if fields.get("bnb_4bit_use_double_quant") else "without"

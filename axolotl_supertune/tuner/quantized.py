@@ -83,6 +83,9 @@ class QuantizedSupraLinear(SupraLinear):
         names = self.names_to_merge(adapter_names)
         return quantized.dense(self.base_layer, self.weight_with(names))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return super()._apply(partial(_uncast, fn), recurse)
+
     def forget(self) -> None:
         """Drop what is bound to tensors that are about to be moved, replaced or taken out."""
         super().forget()
@@ -90,3 +93,10 @@ class QuantizedSupraLinear(SupraLinear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_gradients": {}}
+
+
+def _uncast(fn: Any, tensor: Tensor) -> Tensor:
+    """fn(tensor); of packed bytes that are stored as floats, only the move: a cast would destroy them."""
+    found = fn(tensor)
+    packed = type(tensor).__name__ == "Params4bit" and found.dtype != tensor.dtype
+    return tensor.to(device=found.device) if packed else found

@@ -419,13 +419,13 @@ def test_save_and_load_on_a_quantized_base(load, ids, kind, tmp_path):
 )
 def test_loading_on_another_base_is_told(load, ids, kind, then, here, tmp_path):
     adapt(load(kind)).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=f"trained on a base quantized to {then}.*this one is .*{here}"):
+    with pytest.warns(UserWarning, match=f"trained on a base that was quantized to {then}.*this one is .*{here}"):
         PeftModel.from_pretrained(load(None if kind == "nf4" else "fp4"), tmp_path)
 
 
 def test_an_adapter_of_a_plain_base_on_a_quantized_one_is_told(load, tmp_path):
     adapt(load(None)).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="that was not quantized, this one is quantized to 8 bits"):
+    with pytest.warns(UserWarning, match="on a base that was not quantized, this one is quantized to 8 bits"):
         PeftModel.from_pretrained(load("int8"), tmp_path)
 
 
@@ -445,6 +445,17 @@ def test_copies_make_what_is_bound_to_tensors_anew(load, ids, kind):
     assert layer._gradients
     assert not again._gradients
     assert torch.equal(again(x), layer(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cast_of_the_model_leaves_the_quantized_weights_alone(load, ids, kind):
+    model = adapt(load(kind))
+    before = {name: layer.base_weight() for name, layer in layers(model).items()}
+    model.to("cpu", dtype=torch.float16)  # what axolotl inference does with a dtype of its own
+    for name, layer in layers(model).items():
+        assert torch.equal(layer.base_weight(), before[name])
+        assert layer.supra_values["default"].dtype == torch.float16
+    assert torch.isfinite(logits(model, ids)).all()
 
 
 # --- merging

@@ -44,7 +44,7 @@ def assert_merge_is_what_was_trained(mapping, adapted, write):
     """Equal to the trained model, and further from the unquantized base plus the adapter."""
     merged = logits(merged_of(mapping, write))
     plain = AutoModelForCausalLM.from_pretrained(mapping["base_model"])
-    with pytest.warns(UserWarning, match="the adapter was trained on a base quantized"):
+    with pytest.warns(UserWarning, match="the adapter was trained on a base that was quantized"):
         other = logits(PeftModel.from_pretrained(plain, mapping["output_dir"]))
     difference = (merged - adapted).abs().max().item()
     assert difference < 1e-4
@@ -63,7 +63,7 @@ def test_4_bits_train_and_merge(settings, train, write, tmp_path):
         assert type(layer.base_layer) is bnb.nn.Linear4bit
         assert (weight.quant_state.quant_type, weight.quant_state.nested) == ("nf4", True)
         assert (weight.dtype, layer.base_layer.compute_dtype, layer.weight_dtype) == (
-            torch.bfloat16,
+            torch.uint8,
             torch.float32,
             torch.float32,
         )
@@ -72,7 +72,7 @@ def test_4_bits_train_and_merge(settings, train, write, tmp_path):
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert saved["base_quantization"] == {
         "bnb_4bit_compute_dtype": "float32",
-        "bnb_4bit_quant_storage": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
         "llm_int8_skip_modules": None,
@@ -165,3 +165,32 @@ def test_preparing_a_config_twice_changes_nothing():
     prepare(cfg, {*known, *cfg})
     assert json.dumps(cfg, sort_keys=True) == once
     assert cfg["overrides_of_model_kwargs"] == {"quantization_config": {"load_in_4bit": True}}
+
+
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_the_base_is_left_as_axolotl_leaves_it_for_lora(settings, load, key):
+    from axolotl.loaders import ModelLoader, load_tokenizer
+
+    def base_of(mapping):
+        cfg = load(mapping)
+        model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
+        base = model.base_model.model
+        named = {
+            name.replace(".base_layer.", "."): each for name, each in base.named_parameters() if "lora_" not in name
+        }
+        plain = {name: each for name, each in named.items() if "supra_" not in name}
+        kinds = {name: (type(each).__name__, each.dtype, each.requires_grad) for name, each in plain.items()}
+        assert base.is_gradient_checkpointing
+        return kinds, base.config.quantization_config.to_dict()
+
+    # A cast that norms and embeddings are brought back from would show in the dtypes.
+    options = {"bfloat16": True, "gradient_checkpointing": True, key: True}
+    if key == "load_in_4bit":
+        options["bnb_config_kwargs"] = {"bnb_4bit_quant_storage": "bfloat16"}  # where we differ
+    ours = base_of(settings(mask_score="magnitude", **options))
+    off = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
+    calibration = dict.fromkeys(("calibration_dataset", "calibration_samples", "calibration_sequence_len"))
+    lora = "qlora" if key == "load_in_4bit" else "lora"
+    assert ours == base_of(
+        settings(adapter=lora, lora_r=4, lora_alpha=16, lora_target_linear=True, **calibration, **off, **options)
+    )
