@@ -193,7 +193,7 @@ def _check_names(cfg: Config, known: set[str]) -> None:
 def _check_command_line(cfg: Config, arguments: Iterable[str]) -> None:
     """Refuse a key of ours on the command line that did not arrive: `axolotl train` drops options it does not know."""
     words = list(arguments)
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         key = name.removeprefix("--").replace("-", "_")
         if name.startswith("--") and key in OWN_KEYS:

@@ -266,3 +266,8 @@ def test_every_key_reaches_the_config(settings, load):
     assert {key: cfg[key] for key in values} == values
     assert set(values) | {"sparse_density", "calibration_dataset", "calibration_path"} == set(OWN_KEYS)
     assert cfg.merge_method == "legacy"
+
+
+def test_a_command_line_without_arguments(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["python"])
+    prepare({"adapter": "supra", "mask_score": "magnitude"}, KNOWN)
