@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from . import quantized
 from .files import whole_file
 
 FORMAT = "activation_norms"
@@ -157,6 +158,7 @@ def calibrate(
     if not names or unknown:
         raise ValueError(f"no layer to calibrate: {_some(unknown) if unknown else 'the model has no nn.Linear'}.")
 
+    quantized.keep_exact(model)
     sums = _SquareSums()
     runner = _without_head(model, names)
     device = next(model.parameters()).device
@@ -216,11 +218,11 @@ def model_fingerprint(model: nn.Module) -> str | None:
             continue
         if parameter.is_meta:
             return None
-        flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
-        samples.append(flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16))
         plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
-        labels.append(f"{plain}{tuple(parameter.shape)}")
+        for flat in quantized.stored(parameter):
+            step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
+            samples.append(flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16))
+            labels.append(f"{plain}{tuple(parameter.shape)}")
     digest = hashlib.sha256()
     for label, sample in zip(labels, _to_host(samples), strict=True):
         digest.update(label.encode())

@@ -4,10 +4,13 @@ Works on the raw YAML mapping, before Axolotl's own validation, and is idempoten
 """
 
 import difflib
+import inspect
 import os
 import sys
 from collections.abc import Iterable, MutableMapping
 from typing import Any
+
+from transformers import BitsAndBytesConfig
 
 from .args import SupertuneArgs
 from .corpus import (
@@ -73,9 +76,10 @@ _DEFAULTS: dict[str, Any] = {
 # Keys that would train something else than they say, or nothing, and why.
 _REFUSED: dict[str, str] = {
     "rl": "preference and RL trainers wrap the model later than the plugin can follow; not supported yet",
-    "load_in_8bit": "quantized bases are not supported yet: the support is written into the base weight",
-    "load_in_4bit": "quantized bases are not supported yet: the support is written into the base weight",
-    "gptq": "quantized bases are not supported yet: the support is written into the base weight",
+    "gptq": "of quantized bases those of bitsandbytes alone are supported: load_in_4bit or load_in_8bit",
+    "model_quantization_config": "of quantized bases those of bitsandbytes alone are supported: load_in_4bit or "
+    "load_in_8bit",
+    "qlora_sharded_model_loading": "it loads bases for adapter: qlora only",
     "deepspeed": "DeepSpeed is not supported yet",
     "relora": "ReLoRA restarts have no meaning for a fixed support",
     "reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
@@ -137,6 +141,7 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
                 "write adapter: supra."
             )
         cfg["supra_lambda"] = 0.0
+    _set_quantization(cfg)
     _fill_defaults(cfg)
     method_config(cfg)  # raises on what the method cannot do
     _check_files(cfg)
@@ -188,7 +193,7 @@ def _check_names(cfg: Config, known: set[str]) -> None:
 def _check_command_line(cfg: Config, arguments: Iterable[str]) -> None:
     """Refuse a key of ours on the command line that did not arrive: `axolotl train` drops options it does not know."""
     words = list(arguments)
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         key = name.removeprefix("--").replace("-", "_")
         if name.startswith("--") and key in OWN_KEYS:
@@ -234,6 +239,44 @@ def _check_modes(cfg: Config) -> None:
             )
         raise ValueError(f"fsdp_config: FSDP2 does not work with adapter: {cfg['adapter']} yet. Remove the key.")
     check_one_process()
+
+
+def _set_quantization(cfg: Config) -> None:
+    """Have the base loaded in 4 or 8 bits: Axolotl itself reads the two keys for lora and qlora alone.
+
+    The config that is set here says no more than how many bits; `quantized_base.complete` says the rest.
+    """
+    asked = [key for key in ("load_in_4bit", "load_in_8bit") if cfg.get(key)]
+    if len(asked) == 2:
+        raise ValueError("load_in_4bit: true and load_in_8bit: true: a base is quantized one way, drop one of them.")
+    if cfg.get("nf4_backend") not in (None, "bitsandbytes"):
+        raise ValueError(
+            f"nf4_backend: {cfg['nf4_backend']} does not work with adapter: {cfg['adapter']}: of quantized bases those "
+            "of bitsandbytes alone are supported. Remove the key."
+        )
+    more = cfg.get("bnb_config_kwargs")
+    if more and asked != ["load_in_4bit"] and not cfg.get("merge_lora"):  # merge-lora itself turns load_in_4bit off
+        raise ValueError(
+            f"bnb_config_kwargs: {dict(more)} has no effect without load_in_4bit: true, for which alone Axolotl reads "
+            "it; set that, or drop the key."
+        )
+    known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs", "load_in_4bit", "load_in_8bit"}
+    for key, value in (more or {}).items():
+        if key not in known:
+            raise ValueError(
+                f"bnb_config_kwargs.{key}: {value} is no setting of transformers' BitsAndBytesConfig; those are "
+                f"{', '.join(sorted(known))}."
+            )
+    if not asked:
+        return
+    overrides = dict(cfg.get("overrides_of_model_kwargs") or {})
+    placeholder = {asked[0]: True}
+    if overrides.get("quantization_config") not in (None, placeholder):
+        raise ValueError(
+            f"{asked[0]}: true and overrides_of_model_kwargs.quantization_config both say how the base is quantized; "
+            "keep one of them (bnb_config_kwargs changes the settings of load_in_4bit)."
+        )
+    cfg["overrides_of_model_kwargs"] = {**overrides, "quantization_config": placeholder}
 
 
 def check_one_process() -> None:

@@ -90,7 +90,7 @@ def model_arguments(settings: dict[str, Any], adapter: Path | None, base_only: b
     """`model_args` of the harness for a config.
 
     Raises:
-        click.ClickException: the config has no base_model, or there is no trained adapter.
+        click.ClickException: the config has no base_model, there is no trained adapter, or its base was quantized.
     """
     if not settings.get("base_model"):
         raise click.ClickException("base_model: the config names none.")
@@ -107,5 +107,11 @@ def model_arguments(settings: dict[str, Any], adapter: Path | None, base_only: b
     if not (folder / "adapter_model.safetensors").is_file():
         raise click.ClickException(
             f"{folder} holds no trained adapter (adapter_model.safetensors): train first, or name one with --adapter."
+        )
+    if json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_quantization"):
+        raise click.ClickException(
+            f"{folder} was trained on a quantized base, and the harness loads bases unquantized: the score would be "
+            "that of another model. Run axolotl merge-lora, then "
+            f"lm_eval --model hf --model_args pretrained={folder}/merged --tasks …."
         )
     return {**arguments, "peft": str(folder)}

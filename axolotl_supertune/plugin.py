@@ -23,7 +23,7 @@ from peft import PeftConfig, get_peft_model
 from rich.console import Console
 from transformers import TrainerCallback
 
-from . import checks
+from . import checks, quantized_base
 from .calibration import ActivationNorms, calibrate
 from .callbacks import LogCost, RefuseUntrained, RequireAllTrained
 from .corpus import calibration_windows
@@ -31,7 +31,9 @@ from .ops.choice import described
 from .table import layer_table
 from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
 from .tuner import SupraConfig, SupraLayer, budget_table
+from .tuner.base import base_quantization
 from .tuner.model import layer_budgets
+from .tuner.quantized import QuantizedSupraLinear
 
 LOG = get_logger(__name__)
 
@@ -57,6 +59,8 @@ class SupertunePlugin(BasePlugin):
         trained = Path(cfg.get("output_dir") or ".")
         if self._inference or cfg.get("merge_lora"):
             check_not_the_start(cfg, trained)
+        if cfg.get("merge_lora"):
+            quantized_base.load_as_trained(cfg, Path(cfg.get("lora_model_dir") or trained))
         if self._inference and not cfg.get("lora_model_dir"):
             if not holds_adapter(trained):
                 raise ValueError(
@@ -75,16 +79,20 @@ class SupertunePlugin(BasePlugin):
         return [AdapterCapabilities(name=name) for name in checks.ADAPTERS]
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Draw the calibration windows first: text that is missing or too short costs no model load."""
+        """Say how the base is quantized, and draw the calibration windows: text that is missing costs no model load."""
         self._windows = None
         self._calibrated = None
-        if cfg.adapter not in checks.ADAPTERS or not _is_new(cfg):
+        if cfg.adapter not in checks.ADAPTERS:
+            return
+        model_config = load_model_config(cfg)
+        quantized_base.complete(cfg, model_config)
+        if not _is_new(cfg):
             return
         if _is_evaluation():
             raise ValueError(untrained(cfg.output_dir))
         if not cfg.calibration_path and checks.may_need_norms(cfg):
             length = cfg.calibration_sequence_len
-            maximum = _max_positions(load_model_config(cfg))
+            maximum = _max_positions(model_config)
             self._windows = calibration_windows(
                 load_tokenizer(cfg),
                 cfg.calibration_dataset,
@@ -94,6 +102,11 @@ class SupertunePlugin(BasePlugin):
                 split=cfg.calibration_split,
                 text_field=cfg.calibration_text_field,
             )
+
+    def post_model_build(self, cfg: Any, model: Any) -> None:
+        """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
+        if cfg.adapter in checks.ADAPTERS:
+            quantized_base.prepare(cfg, model)
 
     def load_adapter(
         self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False
@@ -217,7 +230,8 @@ def _targets(model: Any, cfg: Any) -> dict[str, Any]:
 
 def adapter_config(model: Any, cfg: Any) -> SupraConfig:
     """The PEFT config that the YAML describes for this model."""
-    return checks.method_config(cfg, task_type=_get_peft_task_type(model), **_targets(model, cfg))
+    more = {"task_type": _get_peft_task_type(model), "base_quantization": base_quantization(model)}
+    return checks.method_config(cfg, **more, **_targets(model, cfg))
 
 
 def _known_keys() -> set[str]:
@@ -256,8 +270,13 @@ def _kernels(model: Any, cfg: Any) -> str:
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtypes = [dtype for key, dtype in mixed.items() if cfg.get(key) and cfg.get(key) != "full"]
     layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
-    rank = max(budget.rank for layer in layers for budget in layer.supra_budget.values())
-    return described(device, dtypes[0] if dtypes else layers[0].base_layer.weight.dtype, rank)
+    dense = [layer for layer in layers if not isinstance(layer, QuantizedSupraLinear)]
+    dtype = dtypes[0] if dtypes else getattr(layers[0], "weight_dtype", layers[0].base_layer.weight.dtype)
+    if not dense:
+        how = described(device, dtype, rank=0)
+        return f"{how} (the gradient of U alone; quantized weights are dequantized in every pass)"
+    rank = max(budget.rank for layer in dense for budget in layer.supra_budget.values())
+    return described(device, dtype, rank)
 
 
 def _calibration_line(model: Any, how: str) -> str:

@@ -80,11 +80,11 @@ def _read_config(folder: str, key: str, adapter: str) -> SupraConfig:
     return saved
 
 
-def _differences(saved: SupraConfig, asked: SupraConfig, other: str) -> str:
+def _differences(saved: SupraConfig, asked: SupraConfig, other: str, fields: tuple[str, ...] = RUN_FIELDS) -> str:
     seeded = asked.sparse_direction == "random"
     return ", ".join(
         f"{name} {getattr(saved, name)} ({other} {getattr(asked, name)})"
-        for name in RUN_FIELDS
+        for name in fields
         if getattr(saved, name) != getattr(asked, name) and (name != "support_seed" or seeded)
     )
 
@@ -104,7 +104,7 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig) -> None:
             "while writing it. Delete it to resume from the one before."
         )
     saved = _read_config(checkpoint, "resume_from_checkpoint", cfg.adapter)
-    differs = _differences(saved, asked, "the YAML says")
+    differs = _differences(saved, asked, "the YAML says", (*RUN_FIELDS, "base_quantization"))
     if not differs and cfg.lora_model_dir:
         start = _read_config(cfg.lora_model_dir, "lora_model_dir", cfg.adapter)
         differs = _differences(saved, start, f"lora_model_dir {cfg.lora_model_dir} has")

@@ -23,7 +23,7 @@ from .report import add_ratios, draw, markdown, print_table
 
 DEFAULT_OUTPUT = Path("outputs/bench")
 VARIABLE = "SUPERTUNE_KERNELS"  # of ops.choice, which loads torch
-PACKAGES = ("axolotl-supertune", "torch", "peft", "transformers", "triton")
+PACKAGES = ("axolotl-supertune", "torch", "peft", "transformers", "triton", "bitsandbytes")
 # A step of more would take minutes on a CPU and say nothing about a GPU.
 _CPU_PARAMETERS = 200_000_000
 _CPU_CALIBRATION: dict[str, Any] = {"calibration_samples": 8, "calibration_sequence_len": 64}
@@ -37,6 +37,8 @@ _CPU_CALIBRATION: dict[str, Any] = {"calibration_samples": 8, "calibration_seque
 @click.option("--steps", type=click.IntRange(min=1), help="Timed steps. Default 20.")
 @click.option("--warmup", type=click.IntRange(min=1), help="Steps before them. Default 5.")
 @click.option("--r0", type=click.IntRange(min=1), help="Rank whose size all adapters have. Default 8.")
+@click.option("--gradient-checkpointing", is_flag=True, help="Make activations again in backward.")
+@click.option("--memory-limit", type=click.FloatRange(min=0, min_open=True), help="GiB, as if the GPU had no more.")
 @click.option("--autocast", is_flag=True, help="Forward under bf16 autocast, as training with bf16: true.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Default: cuda where there is one.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_OUTPUT, show_default=True)
@@ -210,6 +212,8 @@ def _job(model: str | None, device: str | None, settings: dict[str, Any]) -> Job
     given: dict[str, Any] = {"model": model} if model in SHAPES else _yaml_settings(model)
     job = Job(**{"method": "floor", "device": device, **given, **settings})
     if device == "cpu":
+        if job.memory_limit is not None:
+            raise click.ClickException(f"--memory-limit {job.memory_limit}: it limits a GPU, and none is used here.")
         if job.model != "tiny" and parameter_count(job.model) > _CPU_PARAMETERS:
             raise click.ClickException(
                 f"--model {model}: more than {_CPU_PARAMETERS // 10**6} M parameters and no GPU; run it on a machine "

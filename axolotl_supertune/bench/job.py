@@ -14,9 +14,13 @@ METHODS = {
     "peft-supertuning": "PEFT's own SupertuningConfig, sparse only, as many parameters in all",
     "peft-shira": "PEFT SHiRA of r0",
     "paper": "the paper's design: dense effective weight, dense gradient, gather",
+    "qsuper": "super on a 4-bit base (nf4, double quantization)",
+    "qsupra": "supra on a 4-bit base",
+    "qlora": "lora on a 4-bit base",
     "full": "full fine-tuning in the model's dtype",
 }
-OWN_METHODS = ("super", "super-wanda", "supra")
+OWN_METHODS = ("super", "super-wanda", "supra", "qsuper", "qsupra")
+ON_4_BITS = ("qsuper", "qsupra", "qlora")
 # Methods that not every PEFT has, and the class that tells.
 PEFT_CLASSES = {"peft-supertuning": "SupertuningConfig", "peft-shira": "ShiraConfig"}
 
@@ -49,6 +53,8 @@ class Job:
         r0: reference rank of the budget, and LoRA's rank.
         supra_lambda, lora_dropout: of `supra`; the dropout of `lora` too.
         attn_implementation: as transformers has it.
+        gradient_checkpointing: make the activations of each block again in backward.
+        memory_limit: GiB of the GPU that the process may take, as if the card had no more; None is all.
         autocast: run forward under bf16 autocast, as a trainer with `bf16: true` does.
         calibration_samples, calibration_sequence_len: of `super-wanda`; CPU runs use fewer.
         profile: run three steps under torch.profiler and report its table instead of timings.
@@ -65,6 +71,8 @@ class Job:
     supra_lambda: float = 0.8
     lora_dropout: float = 0.05
     attn_implementation: str = "sdpa"
+    gradient_checkpointing: bool = False
+    memory_limit: float | None = None
     autocast: bool = False
     calibration_samples: int = 128
     calibration_sequence_len: int = 2048

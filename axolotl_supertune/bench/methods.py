@@ -63,17 +63,17 @@ def apply_method(model: nn.Module, job: Job, norms: ActivationNorms | None = Non
         case "paper":
             _use_paper_layers(model, job.r0)
             return model
-        case "super" | "super-wanda" | "supra":
+        case "super" | "super-wanda" | "supra" | "qsuper" | "qsupra":
             config: Any = SupraConfig(
                 r0=job.r0,
-                supra_lambda=job.supra_lambda if job.method == "supra" else 0.0,
+                supra_lambda=job.supra_lambda if job.method in ("supra", "qsupra") else 0.0,
                 mask_score="wanda" if job.method == "super-wanda" else "magnitude",
                 activation_norms=norms,
                 lora_dropout=job.lora_dropout,
                 **common,
             )
             return get_peft_model(model, config)
-        case "lora":
+        case "lora" | "qlora":
             config = LoraConfig(r=job.r0, lora_alpha=16, lora_dropout=job.lora_dropout, **common)
             return get_peft_model(model, config)
         case "lora-bf16":

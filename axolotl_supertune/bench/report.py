@@ -60,6 +60,8 @@ def remarks(result: dict[str, Any]) -> list[str]:
         f"{result['model']}, random weights in {job['dtype']}, {job['batch_size']} × {job['sequence_len']} tokens, "
         f"r0 {job['r0']}, λ {job['supra_lambda']}, dropout {job['lora_dropout']}, {job['attn_implementation']}"
         + (", bf16 autocast" if job["autocast"] else "")
+        + (", gradient checkpointing" if job.get("gradient_checkpointing") else "")
+        + (f", at most {job['memory_limit']:g} GiB" if job.get("memory_limit") else "")
         + f"; median of {job['steps']} steps after {job['warmup']}; {result['device']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         + f", {result['date'][:10]}.",

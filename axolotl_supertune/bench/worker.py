@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ..calibration import ActivationNorms, calibrate
-from .job import Job, model_config
+from .job import ON_4_BITS, Job, model_config
 from .methods import PaperLinear, apply_method
 
 GIB, MIB = 2**30, 2**20
@@ -72,7 +72,11 @@ def measure(job: Job) -> dict[str, Any]:
     """
     device = torch.device(job.device)
     torch.manual_seed(0)
+    if job.memory_limit is not None:
+        torch.cuda.set_per_process_memory_fraction(job.memory_limit * GIB / torch.cuda.mem_get_info()[1])
     model = build_model(job)
+    if job.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     vocabulary = model.config.vocab_size
     row: dict[str, Any] = {"method": job.method, "status": "ok"}
     norms = None
@@ -81,7 +85,7 @@ def measure(job: Job) -> dict[str, Any]:
     known = {tensor.data_ptr() for tensor in _held_tensors(model)}
     with Watch(device) as watch:
         model = apply_method(model, job, norms)
-    if job.method not in ("floor", "full", "lora", "lora-bf16"):
+    if job.method not in ("floor", "full", "lora", "lora-bf16", "qlora"):
         row |= {"selection_seconds": watch.seconds, "selection_extra_gib": watch.extra_gib}
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -123,14 +127,49 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def build_model(job: Job) -> Any:
-    """The model of `job.model` with random weights, made on the device; bf16, on a CPU fp32."""
+    """The model of `job.model` with random weights, made on the device; bf16, on a CPU fp32; or quantized to 4 bits."""
     dtype = torch.bfloat16 if job.device.startswith("cuda") else torch.float32
-    with torch.device(job.device):
+    quantized = job.method in ON_4_BITS
+    with torch.device("meta" if quantized else job.device):
         model = AutoModelForCausalLM.from_config(
             model_config(job.model), dtype=dtype, attn_implementation=job.attn_implementation
         )
+    if quantized:
+        _quantize(model, torch.device(job.device), dtype)
     model.config.use_cache = False  # as trainers set it: no keys and values for a generation that never comes
     return model.train()
+
+
+def _quantize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Fill a model of shapes with random weights, all linear layers but the head in 4 bits, one layer at a time.
+
+    As Axolotl loads a base for qlora; never more than one layer is there unquantized, so that a small card suffices.
+    """
+    import bitsandbytes
+
+    head = model.get_output_embeddings()
+    options: Any = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
+    modules: Any = list(model.named_modules())
+    for name, module in modules:
+        if isinstance(module, nn.Linear) and module is not head:
+            weight = torch.randn(module.weight.shape, dtype=dtype, device=device) * 0.02
+            bias, shape = module.bias is not None, (module.in_features, module.out_features)
+            layer = bitsandbytes.nn.Linear4bit(*shape, bias=bias, compute_dtype=dtype, device="meta", **options)
+            packed: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, module=layer, **options)
+            layer.weight = packed.to(device)  # quantizes
+            if bias:
+                layer.bias = nn.Parameter(torch.zeros(module.out_features, dtype=dtype, device=device))
+            model.set_submodule(name, layer)
+        elif any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            with device:
+                module.__init__(module.config)  # rotary embeddings, whose numbers follow from the config
+        else:
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    drawn = torch.randn(parameter.shape, dtype=dtype, device=device) * 0.02
+                    module._parameters[key] = nn.Parameter(drawn + 1 if parameter.dim() == 1 else drawn)
+    model.tie_weights()
+    model.is_loaded_in_4bit = True  # what PEFT's LoRA asks
 
 
 def _skewed_norms(model: Any, job: Job, row: dict[str, Any]) -> ActivationNorms:

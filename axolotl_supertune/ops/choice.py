@@ -82,13 +82,38 @@ def takes_kernels(
     reason = tensor_obstacle(x, weight, sparse, low_rank)
     if reason is None:
         reason = _device_obstacle(x.device, compute_dtype(x, weight), asked)
+    return _decided(reason, x, asked, layer)
+
+
+def takes_sampled_products(x: Tensor, dtype: torch.dtype, shape: tuple[int, int], *, layer: str) -> bool:
+    """Whether the gradient of U of a layer that keeps no weight is computed by the Triton kernels.
+
+    Args:
+        x: the layer's input.
+        dtype: of the products.
+        shape: (c, b) of the layer.
+        layer: its name, for messages.
+
+    Raises, and warns:
+        as `takes_kernels`.
+    """
+    asked = requested()
+    if asked == "reference":
+        return False
+    reason = "the input is empty" if not x.numel() else None
+    if min(shape) == 1:
+        reason = f"a layer of shape {shape} is left to it"
+    return _decided(reason or _device_obstacle(x.device, dtype, asked), x, asked, layer)
+
+
+def _decided(reason: str | None, x: Tensor, asked: str, layer: str) -> bool:
     if reason is None:
         return True
     if asked == "triton":
         raise RuntimeError(f"{layer}: {VARIABLE}=triton, but the Triton kernels cannot compute this layer: {reason}.")
     if x.device.type == "cuda" and x.numel() and reason not in _told:
         _told.add(reason)
-        warnings.warn(f"{layer}: computed by the slower reference path: {reason}.", stacklevel=3)
+        warnings.warn(f"{layer}: computed by the slower reference path: {reason}.", stacklevel=4)
     return False
 
 

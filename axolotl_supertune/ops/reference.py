@@ -45,12 +45,15 @@ def effective_weight(weight: Tensor, sparse: Sequence[Sparse]) -> Tensor:
     if not sparse:
         return weight
     if len(sparse) == 1:
-        values, indices = sparse[0]
-        result = weight.detach().clone(memory_format=torch.contiguous_format)
-        flat = result.view(-1)
-        flat[indices] = (flat[indices].to(_wide(weight, values)) + values.detach()).to(weight.dtype)
-        return result
+        return add_sparse_(weight.detach().clone(memory_format=torch.contiguous_format), sparse[0])
     return _sum_sparse(weight, sparse).to(weight.dtype)
+
+
+def add_sparse_(weight: Tensor, part: Sparse) -> Tensor:
+    """`effective_weight` with one part, written into `weight` itself, which is contiguous."""
+    flat, (values, indices) = weight.view(-1), part
+    flat[indices] = (flat[indices].to(_wide(weight, values)) + values.detach()).to(weight.dtype)
+    return weight
 
 
 def merged_weight(weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]) -> Tensor:
@@ -102,21 +105,16 @@ class _SparseLinear(torch.autograd.Function):
         settings: list[tuple[float, float]],
         *tensors: Tensor,
     ) -> Tensor:
-        sparse, low_rank = _parts(sparse_parts, settings, tensors)
+        sparse, low_rank = split_parts(sparse_parts, settings, tensors)
         # Inside forward autocast is still on and in backward it is off: both cast explicitly, to the same dtype.
         ctx.compute = autocast_dtype(x.device.type)
         ctx.sparse_parts, ctx.settings = sparse_parts, settings
-        ctx.generator_states = []
         with torch.autocast(x.device.type, enabled=False):
             effective = effective_weight(weight, sparse)
             y = F.linear(cast(x, ctx.compute), cast(effective, ctx.compute), cast(bias, ctx.compute))
             del effective
             dtype = y.dtype
-            for L, R, scaling, dropout in low_rank:
-                ctx.generator_states.append(_generator_state(x.device) if dropout else None)
-                dropped = F.dropout(x.to(R.dtype).contiguous(), dropout)
-                inner = F.linear(cast(dropped, ctx.compute), cast(R, ctx.compute))
-                y = y + F.linear(inner, cast(L, ctx.compute)) * scaling
+            y, ctx.generator_states = add_low_rank(y, x, low_rank, ctx.compute)
         # A layer whose own parts need no gradient passes dy·Ŵ on and needs no input for that.
         keep_x = any(ctx.needs_input_grad[5:])
         ctx.save_for_backward(x if keep_x else None, weight, *tensors)
@@ -128,11 +126,11 @@ class _SparseLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *tensors = ctx.saved_tensors
-        sparse, low_rank = _parts(ctx.sparse_parts, ctx.settings, tensors)
+        sparse, low_rank = split_parts(ctx.sparse_parts, ctx.settings, tensors)
         needs_x, _, needs_bias, _, _, *needs = ctx.needs_input_grad
         device, compute = dy.device, ctx.compute
         with torch.autocast(device.type, enabled=False):
-            dy_rows = _rows(dy)
+            dy_rows = rows_of(dy)
             dx = None
             if needs_x:
                 dx = cast(dy, compute) @ cast(effective_weight(weight, sparse), compute)
@@ -140,32 +138,79 @@ class _SparseLinear(torch.autograd.Function):
 
             if any(needs[: 2 * len(sparse) : 2]):
                 # The reference takes the whole gradient of W and reads it on the support; it lives only here.
-                full = _outer_sum(cast(dy_rows, compute), cast(_rows(x), compute))
+                full = outer_sum(cast(dy_rows, compute), cast(rows_of(x), compute))
                 for part, (values, indices) in enumerate(sparse):
                     if needs[2 * part]:
                         grads[2 * part] = full.view(-1)[indices].to(values.dtype)
                 del full
 
-            for part, ((L, R, scaling, dropout), state) in enumerate(zip(low_rank, ctx.generator_states, strict=True)):
-                at = 2 * len(sparse) + 2 * part
-                scaled = cast(dy_rows.to(L.dtype) * scaling, compute)
-                dinner = scaled @ cast(L, compute)
-                if needs[at] or needs[at + 1]:
-                    dropped = cast(_rows(_dropout_again(x.to(R.dtype).contiguous(), dropout, state)), compute)
-                    inner = dropped @ cast(R, compute).t()
-                    grads[at] = _outer_sum(scaled, inner).to(L.dtype) if needs[at] else None
-                    grads[at + 1] = _outer_sum(dinner, dropped).to(R.dtype) if needs[at + 1] else None
-                if dx is not None:
-                    through = (dinner @ cast(R, compute)).view(dx.shape)
-                    if dropout:
-                        ones = torch.ones(dx.shape, dtype=R.dtype, device=device)
-                        through = through * _dropout_again(ones, dropout, state)
-                    dx = dx + through
+            cut = 2 * len(sparse)
+            dx, grads[cut:] = low_rank_gradients(
+                x, dy_rows, dx, low_rank, ctx.generator_states, needs[cut:], ctx.compute
+            )
             dbias = dy_rows.sum(0).to(ctx.bias_dtype) if needs_bias else None
         return None if dx is None else dx.to(ctx.x_dtype), None, dbias, None, None, *grads
 
 
-def _parts(
+def add_low_rank(
+    y: Tensor, x: Tensor, low_rank: Sequence[LowRank], compute: torch.dtype | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """y (..., c) + Σ γ·dropout(x)·Rᵀ·Lᵀ for x (..., b), and the generator's state before each dropout.
+
+    The products are computed in `compute`, or in the dtype of R and L; autocast is off where this is called.
+    """
+    states = []
+    for L, R, scaling, dropout in low_rank:
+        states.append(_generator_state(x.device) if dropout else None)
+        dropped = F.dropout(x.to(R.dtype).contiguous(), dropout)
+        inner = F.linear(cast(dropped, compute), cast(R, compute))
+        y = y + F.linear(inner, cast(L, compute)) * scaling
+    return y, states
+
+
+def low_rank_gradients(
+    x: Tensor | None,
+    dy_rows: Tensor,
+    dx: Tensor | None,
+    low_rank: Sequence[LowRank],
+    states: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    compute: torch.dtype | None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Backward of `add_low_rank`.
+
+    Args:
+        x: its input; only read where a gradient of L or R is needed.
+        dy_rows: (T, c).
+        dx: (..., b), what the input's gradient is added to, or None if there is to be none.
+        needs: for L and R of every part in turn, whether its gradient is wanted.
+
+    Returns:
+        dx with the low-rank parts, and dL and dR of every part in turn.
+    """
+    grads: list[Tensor | None] = []
+    for part, ((L, R, scaling, dropout), state) in enumerate(zip(low_rank, states, strict=True)):
+        needs_L, needs_R = needs[2 * part : 2 * part + 2]
+        scaled = cast(dy_rows.to(L.dtype) * scaling, compute)
+        dinner = scaled @ cast(L, compute)
+        dL = dR = None
+        if needs_L or needs_R:
+            assert x is not None
+            dropped = cast(rows_of(_dropout_again(x.to(R.dtype).contiguous(), dropout, state)), compute)
+            inner = dropped @ cast(R, compute).t()
+            dL = outer_sum(scaled, inner).to(L.dtype) if needs_L else None
+            dR = outer_sum(dinner, dropped).to(R.dtype) if needs_R else None
+        grads += [dL, dR]
+        if dx is not None:
+            through = (dinner @ cast(R, compute)).view(dx.shape)
+            if dropout:
+                ones = torch.ones(dx.shape, dtype=R.dtype, device=dx.device)
+                through = through * _dropout_again(ones, dropout, state)
+            dx = dx + through
+    return dx, grads
+
+
+def split_parts(
     sparse_parts: int, settings: list[tuple[float, float]], tensors: Sequence[Tensor]
 ) -> tuple[list[Sparse], list[LowRank]]:
     cut = 2 * sparse_parts
@@ -191,7 +236,7 @@ def _wide(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
+def outer_sum(a: Tensor, b: Tensor) -> Tensor:
     """aᵀ·b of (tokens, m) and (tokens, n): (m, n), in fp32 for 16-bit operands, so that no gradient is rounded."""
     if a.dtype in (torch.float16, torch.bfloat16):
         if a.is_cuda:
@@ -200,7 +245,7 @@ def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
     return a.t() @ b
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 

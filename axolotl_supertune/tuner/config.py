@@ -36,6 +36,8 @@ class SupraConfig(PeftConfig):
         support: `select` chooses the support now; `saved` leaves room for one that a checkpoint brings. A saved
             adapter's config says `saved`: a support is never chosen again.
         calibration: filled in: where the activation norms came from.
+        base_quantization: filled in: how bitsandbytes had quantized the base, as `quantization_config` takes it; None
+            for a base that was not.
         init_weights: False draws U and L at random instead of 0, for tests.
 
     Raises:
@@ -78,6 +80,9 @@ class SupraConfig(PeftConfig):
     )
     calibration: dict[str, Any] | None = field(
         default=None, metadata={"help": "Filled in: where the activation norms came from."}
+    )
+    base_quantization: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Filled in: how bitsandbytes had quantized the base."}
     )
     init_weights: bool = field(default=True, metadata={"help": "False draws U and L at random, for tests."})
 

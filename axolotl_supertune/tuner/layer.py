@@ -290,7 +290,8 @@ class SupraLayer(BaseTunerLayer):
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """M⊙U + γ·L·R as a dense (c, b) fp32 tensor."""
-        zero = torch.zeros_like(self.get_base_layer().weight, dtype=torch.float32)
+        shape, device = (self.out_features, self.in_features), self.get_base_layer().weight.device
+        zero = torch.zeros(shape, dtype=torch.float32, device=device)
         return merged_weight(zero, self.sparse_parts([adapter]), self.low_rank_parts([adapter]))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -310,15 +311,39 @@ class SupraLayer(BaseTunerLayer):
         if not names:
             return
         self._check_loaded(names)
-        base = self.get_base_layer()
-        before = base.weight.data if self._weight_before_merge is None else self._weight_before_merge
-        together = [*self.merged_adapters, *names]
-        merged = merged_weight(before, self.sparse_parts(together), self.low_rank_parts(together))
-        if safe_merge and not bool(torch.isfinite(merged).all()):
-            raise ValueError(f"{self.supra_layer}: NaNs detected in the merged weights of adapter {', '.join(names)}.")
+        merged = self.weight_with([*self.merged_adapters, *names])
+        if safe_merge:
+            self._check_merged(merged, names)
+        base, before = self.get_base_layer(), self.base_weight()
         self._weight_before_merge = before
         base.weight.data = merged
         self.merged_adapters.extend(names)
+
+    def check_merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Raise what merging these adapters would raise; nothing is changed."""
+        names = self.names_to_merge(adapter_names)
+        self._check_loaded(names)
+        if names and safe_merge:
+            self._check_merged(self.weight_with([*self.merged_adapters, *names]), names)
+
+    def names_to_merge(self, adapter_names: list[str] | None = None) -> list[str]:
+        """Of the named or the active adapters those that this layer has and that are not merged yet."""
+        names: Any = self.active_adapters if adapter_names is None else adapter_names
+        return [name for name in names if name in self._available() and name not in self.merged_adapters]
+
+    def base_weight(self) -> Tensor:
+        """The weight (c, b) without any adapter, merged or not."""
+        return self.get_base_layer().weight.data if self._weight_before_merge is None else self._weight_before_merge
+
+    def weight_with(self, adapter_names: list[str]) -> Tensor:
+        """Ŵ of these adapters together, (c, b), rounded once to the dtype of the base weight."""
+        return merged_weight(self.base_weight(), self.sparse_parts(adapter_names), self.low_rank_parts(adapter_names))
+
+    def _check_merged(self, merged: Tensor, adapter_names: list[str]) -> None:
+        if not bool(torch.isfinite(merged).all()):
+            raise ValueError(
+                f"{self.supra_layer}: NaNs detected in the merged weights of adapter {', '.join(adapter_names)}."
+            )
 
     def unmerge(self) -> None:
         """Put the weight back that was there before the first merge, bit for bit."""
@@ -428,8 +453,11 @@ class SupraLinear(nn.Module, SupraLayer):
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
         if not sparse and not low_rank:
             return self.base_layer(x, *args, **kwargs)
-        base = self.base_layer
-        return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
+        return self.computed(x, sparse, low_rank)
+
+    def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
+        """y with these parts, where no kernel computes it."""
+        return sparse_linear(x, self.base_layer.weight, self.base_layer.bias, sparse, low_rank)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.forget()

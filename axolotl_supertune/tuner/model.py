@@ -13,11 +13,14 @@ from peft.tuners.tuners_utils import (
 )
 from torch import Tensor, nn
 
+from .. import quantized
 from ..budget import BudgetRow, LayerBudget, budget_rows, layer_budget
 from ..scores import check_weight, score_rows
 from ..support import random_support, select_by_rows
+from .base import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization
 from .config import SupraConfig
 from .layer import SupraLayer, SupraLinear
+from .quantized import QuantizedSupraLinear
 from .shared import share_work, unshare_work
 
 
@@ -30,7 +33,7 @@ class SupraModel(BaseTuner):
         adapter_name: the adapter's name.
 
     Raises:
-        TypeError: a target module is not a plain `nn.Linear`.
+        TypeError: a target module is neither a plain `nn.Linear` nor a `Linear4bit` or `Linear8bitLt` of bitsandbytes.
         ValueError: no layer matched, a budget above a layer's size, missing or foreign activation norms, NaN weights.
 
     Example:
@@ -48,6 +51,9 @@ class SupraModel(BaseTuner):
         for module in model.modules():
             if isinstance(module, SupraLayer):
                 module.restore()
+        check_base(model)
+        quantized.keep_exact(model)
+        note_quantization(model, peft_config)
         layers = _matching_layers(model, peft_config)  # none: PEFT says so, in its own words
         budgets = {name: _budget(layer, peft_config, name) for name, layer in layers.items()}
         selecting = [
@@ -62,16 +68,62 @@ class SupraModel(BaseTuner):
                 )
             norms.check_model(model)
             peft_config.calibration = dict(norms.provenance)
-        self._supports = {name: _support(layers[name].weight, budgets[name], peft_config, name) for name in budgets}
+        # One dequantized weight at a time.
+        self._weight_dtype = loaded_dtype(model)
+        self._supports = {
+            name: _support(_weight(layers[name], self._weight_dtype), budget, peft_config, name)
+            for name, budget in budgets.items()
+        }
 
     def inject_adapter(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Put the adapter in, as PEFT does, and let layers of one input compute together."""
         super().inject_adapter(model, *args, **kwargs)
         share_work(model)
 
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """Merge in place, as PEFT does, after a look at all layers: no error leaves a half-merged model."""
+        for layer in self._adapted_layers():
+            if isinstance(layer, QuantizedSupraLinear):
+                layer.merge()  # says why not
+            layer.check_merge(safe_merge, adapter_names)
+        super().merge_adapter(adapter_names)
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:
+        """Take the adapters out, as PEFT does; merged into a quantized base, the whole model is dequantized."""
+        if merge:
+            self._check_merge_allowed()
+            for layer in self._adapted_layers():
+                layer.check_merge(safe_merge, adapter_names)
         unshare_work(self.model)
-        return super()._unload_and_optionally_merge(*args, **kwargs)
+        if merge and any(isinstance(layer, QuantizedSupraLinear) for layer in self._adapted_layers()):
+            self._dequantize(adapter_names)
+        return super()._unload_and_optionally_merge(
+            merge=merge, progressbar=progressbar, safe_merge=False, adapter_names=adapter_names
+        )
+
+    def _adapted_layers(self) -> list[SupraLayer]:
+        return [module for module in self.model.modules() if isinstance(module, SupraLayer)]
+
+    def _dequantize(self, adapter_names: list[str] | None) -> None:
+        """Put dense layers in the place of all quantized ones, and leave no sign of quantization on the model."""
+        for name, module in list(self.model.named_modules()):
+            if isinstance(module, QuantizedSupraLinear):
+                self.model.set_submodule(name, module.merged_linear(adapter_names))
+            elif quantized.bits(module) and not name.endswith(".base_layer"):
+                weight = quantized.dequantized(module, quantized.weight_dtype(module, self._weight_dtype))
+                self.model.set_submodule(name, quantized.dense(module, weight))
+        quantizer = getattr(self.model, "hf_quantizer", None)
+        if quantizer is not None:
+            quantizer.remove_quantization_config(self.model)
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_4bit_serializable", "is_8bit_serializable"):
+            if hasattr(self.model, flag):
+                delattr(self.model, flag)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Check all that a checkpoint brings before the first tensor is copied: no error leaves a half-loaded model."""
@@ -104,7 +156,14 @@ class SupraModel(BaseTuner):
         **optional_kwargs: Any,
     ) -> None:
         _check_supported(target, current_key)
-        layer: Any = target if isinstance(target, SupraLinear) else SupraLinear(target, current_key)
+        layer: Any = target
+        if not isinstance(target, SupraLinear):
+            is_quantized = quantized.bits(target) is not None
+            layer = (
+                QuantizedSupraLinear(target, current_key, self._weight_dtype)
+                if is_quantized
+                else SupraLinear(target, current_key)
+            )
         if layer.merged:
             raise ValueError(f"{current_key}: an adapter is merged here, unmerge it before another one is added.")
         base = layer.get_base_layer()
@@ -223,7 +282,11 @@ def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str
     return select_by_rows(scores, weight.shape, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+def _weight(layer: Any, otherwise: torch.dtype) -> Tensor:
+    """What the scores are computed from: the weight, dequantized where it is quantized."""
+    if quantized.bits(layer) is None or layer.weight.is_meta:
+        return layer.weight
+    return quantized.dequantized(layer, quantized.weight_dtype(layer, otherwise))
 
 
 def _check_supported(module: nn.Module, name: str) -> None:
@@ -236,15 +299,15 @@ def _check_supported(module: nn.Module, name: str) -> None:
         )
     if not isinstance(base, nn.Linear):
         raise TypeError(f"{name}: SUPRA adapts torch.nn.Linear, not {kind}; take it out of target_modules.")
-    if type(base).__module__.startswith("bitsandbytes") or base.weight.dtype not in _DTYPES:
-        raise TypeError(
-            f"{name}: the layer is quantized ({kind}, weight {base.weight.dtype}); SUPRA does not adapt quantized "
-            "bases yet: load the model in bf16, fp16 or fp32."
-        )
-    reason = None
-    if isinstance(base, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    is_quantized = quantized.bits(base) is not None
+    if not is_quantized and base.weight.dtype not in DTYPES:
+        raise TypeError(f"{name}: the layer is quantized ({kind}, weight {base.weight.dtype}). {REMEDY}")
+    reason = quantized.obstacle(base) if is_quantized else None
+    if reason:
+        pass
+    elif isinstance(base, nn.modules.linear.NonDynamicallyQuantizableLinear):
         reason = "its module reads the weight and never calls the layer (nn.MultiheadAttention)"
-    elif type(base).forward is not nn.Linear.forward:
+    elif not is_quantized and type(base).forward is not nn.Linear.forward:
         reason = f"{kind} computes something else than nn.Linear"
     elif "forward" in vars(base):
         reason = "its forward was replaced, as accelerate does for a model spread over devices or offloaded"

@@ -235,3 +235,23 @@ def test_a_profile_is_a_table_of_operators(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "aten::index_add" in (tmp_path / "profile_paper.txt").read_text()
     assert not (tmp_path / "bench.json").exists()
+
+
+def test_methods_on_4_bits_are_quantized_and_hold_no_other_copy(rows):
+    for method in job.ON_4_BITS:
+        model = worker.build_model(replace(TINY, method=method))
+        layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+        assert len(layers) == 14
+        assert {(layer.weight.quant_state.quant_type, layer.weight.quant_state.nested) for layer in layers} == {
+            ("nf4", True)
+        }
+        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        assert rows(method)["trainable"] == BUDGET
+    checkpointed = worker.measure(replace(TINY, method="qsupra", gradient_checkpointing=True))
+    assert checkpointed["trainable"] == BUDGET
+
+
+def test_a_limit_of_memory_needs_a_gpu(measured, tmp_path):
+    result = invoke(*SMALL, "--memory-limit", 24, "--output", tmp_path)
+    assert result.exit_code == 1
+    assert "--memory-limit 24.0: it limits a GPU" in result.output

@@ -67,8 +67,18 @@ def no_model_loads(monkeypatch):
         ({"fsdp_config": {"fsdp_version": 1}}, r"fsdp_version: 1 is FSDP1"),
         ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, r"FSDP2 does not work .* yet"),
         ({"deepspeed": "zero2.json"}, r"deepspeed: zero2\.json"),
-        ({"load_in_4bit": True}, r"load_in_4bit: True"),
-        ({"load_in_8bit": True}, r"load_in_8bit: True"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, r"load_in_4bit: true and load_in_8bit: true"),
+        ({"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, r"bnb_config_kwargs: .*fp4.* has no effect without"),
+        ({"load_in_8bit": True, "bnb_config_kwargs": {"llm_int8_threshold": 0}}, r"no effect without load_in_4bit"),
+        ({"load_in_4bit": True, "bnb_config_kwargs": {"blocksize": 64}}, r"bnb_config_kwargs\.blocksize: 64 is no"),
+        ({"load_in_4bit": True, "bnb_config_kwargs": {"load_in_8bit": 1}}, r"bnb_config_kwargs\.load_in_8bit: 1"),
+        (
+            {"load_in_4bit": True, "overrides_of_model_kwargs": {"quantization_config": {"load_in_8bit": True}}},
+            r"load_in_4bit: true and overrides_of_model_kwargs\.quantization_config both say",
+        ),
+        ({"load_in_4bit": True, "nf4_backend": "torchao"}, r"nf4_backend: torchao"),
+        ({"gptq": True}, r"gptq: True .*load_in_4bit or load_in_8bit"),
+        ({"model_quantization_config": "Mxfp4Config"}, r"model_quantization_config: Mxfp4Config .*load_in_4bit"),
         ({"peft_use_dora": True}, r"peft_use_dora: True"),
         ({"loraplus_lr_ratio": 16}, r"loraplus_lr_ratio: 16"),
         ({"unfrozen_parameters": ["norm"]}, r"unfrozen_parameters.*lora_modules_to_save"),
@@ -256,3 +266,8 @@ def test_every_key_reaches_the_config(settings, load):
     assert {key: cfg[key] for key in values} == values
     assert set(values) | {"sparse_density", "calibration_dataset", "calibration_path"} == set(OWN_KEYS)
     assert cfg.merge_method == "legacy"
+
+
+def test_a_command_line_without_arguments(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["python"])
+    prepare({"adapter": "supra", "mask_score": "magnitude"}, KNOWN)

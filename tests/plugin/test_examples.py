@@ -47,6 +47,7 @@ def test_there_are_examples():
         "llama3-8b-super.yml",
         "llama3-8b-supra-magnitude.yml",
         "llama3.2-1b-supra.yml",
+        "llama3-8b-qsupra.yml",
     }
 
 
