@@ -1,14 +1,16 @@
-"""What the plugin adds to a training: two guards, and what a run costs in the Trainer's logs."""
+"""What the plugin adds to a training: three guards, and what a run costs in the Trainer's logs."""
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from .trained import untrained
+from .processes import Processes
+from .trained import check_saved, untrained
 from .tuner import SupraLayer
 
 
@@ -41,6 +43,18 @@ class RefuseUntrained(TrainerCallback):
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         if not self._training:
             raise ValueError(untrained(self._output_dir))
+
+
+class CheckSaves(TrainerCallback):
+    """Raises in all processes unless a checkpoint that was just written holds the whole adapter."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self._processes.together("checking a checkpoint"):
+            if self._processes.is_first:
+                check_saved(kwargs["model"], Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 class LogCost(TrainerCallback):

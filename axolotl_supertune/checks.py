@@ -233,16 +233,30 @@ def _check_modes(cfg: Config) -> None:
                 f"{cfg['adapter']} does not work with it. Remove fsdp and fsdp_config."
             )
         raise ValueError(f"fsdp_config: FSDP2 does not work with adapter: {cfg['adapter']} yet. Remove the key.")
-    check_one_process()
+    if _world() > 1:
+        if cfg.get("ddp_broadcast_buffers"):
+            raise ValueError(
+                "ddp_broadcast_buffers: true would send every support to every process before every forward pass, "
+                "though it never changes. Remove the key."
+            )
+        cfg["ddp_broadcast_buffers"] = False
 
 
-def check_one_process() -> None:
-    """Raise ValueError under several processes: each would choose a support of its own."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world not in ("", "1"):
+def on_cpus() -> bool:
+    """Whether a launcher started several processes that train on CPUs."""
+    return _world() > 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def check_processes_know_each_other(distributed: bool) -> None:
+    """Raise ValueError if a launcher started several processes and each of them takes itself for the only one."""
+    if _world() > 1 and not distributed:
         raise ValueError(
-            f"WORLD_SIZE={world}: several processes are not supported yet, each would choose its own support. Run one: "
-            "CUDA_VISIBLE_DEVICES=0 axolotl train … --launcher python."
+            f"WORLD_SIZE={_world()}, but these processes do not know of each other: each would train alone and write "
+            "the same output_dir. On CPUs set ACCELERATE_USE_CPU=true; for one process use --launcher python."
         )
 
 

@@ -4,9 +4,11 @@ import hashlib
 import importlib
 import io
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from axolotl.loaders import adapter as axolotl_adapter
 from axolotl.loaders import load_tokenizer
 from axolotl.loaders.adapter import _get_peft_task_type, find_all_linear_names
 from axolotl.loaders.utils import load_model_config
+from axolotl.utils.distributed import init_distributed_state
 from axolotl.utils.logging import get_logger
 from axolotl.utils.schemas.config import AxolotlInputConfig
 from axolotl.utils.train import determine_last_checkpoint
@@ -26,10 +29,20 @@ from transformers import TrainerCallback
 
 from . import checks
 from .calibration import ActivationNorms, calibrate
-from .callbacks import LogCost, RefuseUntrained, RequireAllTrained
+from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained
 from .corpus import calibration_windows
 from .ops.choice import described
-from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
+from .processes import Processes
+from .trained import (
+    check_not_the_start,
+    check_resume,
+    check_same_everywhere,
+    check_saved,
+    holds_adapter,
+    load_trained,
+    untrained,
+    what_to_name,
+)
 from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.model import layer_budgets
 
@@ -47,6 +60,8 @@ class SupertunePlugin(BasePlugin):
         self._calibrated: str | None = None
         self._untrained = False
         self._inference = False
+        self._processes: Processes | None = None
+        self._finished = False
 
     def register(self, cfg: Any) -> None:
         """Check the raw YAML and fill in defaults; find the trained adapter for `axolotl inference`."""
@@ -78,22 +93,17 @@ class SupertunePlugin(BasePlugin):
         """Draw the calibration windows first: text that is missing or too short costs no model load."""
         self._windows = None
         self._calibrated = None
-        if cfg.adapter not in checks.ADAPTERS or not _is_new(cfg):
+        self._finished = False
+        if cfg.adapter not in checks.ADAPTERS:
+            return
+        self._processes = _processes()
+        if not _is_new(cfg):
             return
         if _is_evaluation():
             raise ValueError(untrained(cfg.output_dir))
         if not cfg.calibration_path and checks.may_need_norms(cfg):
-            length = cfg.calibration_sequence_len
-            maximum = _max_positions(load_model_config(cfg))
-            self._windows = calibration_windows(
-                load_tokenizer(cfg),
-                cfg.calibration_dataset,
-                samples=cfg.calibration_samples,
-                sequence_len=length if maximum is None else min(length, maximum),
-                seed=cfg.calibration_seed,
-                split=cfg.calibration_split,
-                text_field=cfg.calibration_text_field,
-            )
+            with self._processes.together("reading the calibration text"):
+                self._windows = self._processes.from_first(lambda: _windows(cfg))
 
     def load_adapter(
         self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False
@@ -101,9 +111,15 @@ class SupertunePlugin(BasePlugin):
         """Load the adapter that `lora_model_dir` or a checkpoint names, else make a new one."""
         if cfg.adapter not in checks.ADAPTERS:
             return None
-        checks.check_one_process()
         if config_only:
             raise ValueError(f"rl: {cfg.rl} does not work with adapter: {cfg.adapter} yet.")
+        processes = self._processes = self._processes or _processes()
+        with processes.together("loading the adapter"):
+            model = self._load_adapter(model, cfg, inference)
+            check_same_everywhere(model, processes)
+        return model, model.peft_config["default"]
+
+    def _load_adapter(self, model: Any, cfg: Any, inference: bool) -> Any:
         frozen = inference or self._inference or bool(cfg.merge_lora)
         checkpoint = None if frozen else determine_last_checkpoint(cfg)
         trained = cfg.lora_model_dir or checkpoint
@@ -116,18 +132,33 @@ class SupertunePlugin(BasePlugin):
             model = self._new_adapter(model, cfg)
         line = _calibration_line(model, self._calibrated or "as the adapter was made")
         LOG.info("\n%s%s\nKernels: %s", _table(model), line, _kernels(model, cfg))
-        return model, model.peft_config["default"]
+        return model
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
         """Log what the run costs; stop an untrained adapter's evaluation, and an optimizer that leaves some out."""
         if cfg.adapter not in checks.ADAPTERS:
             return []
-        callbacks = [RequireAllTrained()]
+        if trainer.args.n_gpu > 1:
+            raise ValueError(
+                f"One process sees {trainer.args.n_gpu} GPUs and would train with torch.nn.DataParallel, whose copies "
+                "of the model the adapter does not follow: run one process per GPU (axolotl train CONFIG --launcher "
+                f"accelerate -- --num_processes {trainer.args.n_gpu}), or one GPU (CUDA_VISIBLE_DEVICES=0)."
+            )
+        assert self._processes is not None, "load_adapter came first"
+        callbacks = [RequireAllTrained(), CheckSaves(self._processes)]
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
             callbacks.append(LogCost(trainer))
         if self._untrained:
             callbacks.append(RefuseUntrained(cfg.output_dir))
         return callbacks
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        """Check the final save. Axolotl calls this twice: when training ends, and when the adapter is saved."""
+        if cfg.adapter not in checks.ADAPTERS:
+            return
+        if self._finished and (self._processes is None or self._processes.is_first):
+            check_saved(model, Path(cfg.output_dir))
+        self._finished = True
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
         config = _config(model, cfg)
@@ -165,13 +196,57 @@ class SupertunePlugin(BasePlugin):
             "sequence_len": windows.shape[1],
         }
         start = time.perf_counter()
-        batches = windows.split(cfg.calibration_batch_size)
-        norms = calibrate(model, batches, layers=layers, provenance=provenance, total_tokens=windows.numel())
+        processes = self._processes
+        assert processes is not None
+        # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
+        batches = windows.split(cfg.calibration_batch_size)[processes.rank :: processes.world]
+        norms = calibrate(
+            model,
+            batches,
+            layers=layers,
+            provenance=provenance,
+            total_tokens=sum(batch.numel() for batch in batches),
+            progress=processes.is_first,
+            sum_processes=processes.sum,
+        )
         self._calibrated = f"{time.perf_counter() - start:.1f} s"
+        if processes.world > 1:
+            self._calibrated += f" in {processes.world} processes"
         path = Path(cfg.output_dir) / NORMS_FILE
-        norms.save(path)
-        LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
+        if processes.is_first:
+            norms.save(path)
+            LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
         return norms
+
+
+def _processes() -> Processes:
+    """The processes of this run.
+
+    Raises:
+        ValueError: the launcher started several, and they do not know of each other.
+    """
+    seconds = float(os.environ.get("AXOLOTL_NCCL_TIMEOUT", 1800))  # Axolotl's own, for its own group
+    init_distributed_state()
+    if checks.on_cpus() and not torch.distributed.is_initialized():
+        # Accelerate would do the same, but only when the Trainer is made.
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    checks.check_processes_know_each_other(torch.distributed.is_initialized())
+    return Processes(seconds, "AXOLOTL_NCCL_TIMEOUT=SECONDS waits longer.")
+
+
+def _windows(cfg: Any) -> torch.Tensor:
+    """The calibration windows that the keys describe, no longer than the model takes."""
+    length = cfg.calibration_sequence_len
+    maximum = _max_positions(load_model_config(cfg))
+    return calibration_windows(
+        load_tokenizer(cfg),
+        cfg.calibration_dataset,
+        samples=cfg.calibration_samples,
+        sequence_len=length if maximum is None else min(length, maximum),
+        seed=cfg.calibration_seed,
+        split=cfg.calibration_split,
+        text_field=cfg.calibration_text_field,
+    )
 
 
 def _draw_by_name(model: Any, seed: int) -> None:

@@ -89,10 +89,29 @@ def test_a_bad_key_is_refused(settings, load, changes, message):
         load(settings(**changes))
 
 
-def test_several_processes_are_refused(settings, load, monkeypatch):
+def test_supports_are_not_broadcast_at_every_step(settings, load, monkeypatch):
+    assert load(settings()).ddp_broadcast_buffers is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*Run one"):
-        load(settings())
+    assert load(settings()).ddp_broadcast_buffers is False
+    with pytest.raises(ValueError, match=r"ddp_broadcast_buffers: true would send every support"):
+        load(settings(ddp_broadcast_buffers=True))
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(settings, train, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2, but these processes do not know .*ACCELERATE_USE_CPU=true"):
+        train(settings())
+
+
+def test_one_process_with_several_gpus_is_refused():
+    from types import SimpleNamespace
+
+    from axolotl_supertune import SupertunePlugin
+
+    trainer = SimpleNamespace(args=SimpleNamespace(n_gpu=4))
+    with pytest.raises(ValueError, match=r"sees 4 GPUs .*DataParallel.*--num_processes 4"):
+        SupertunePlugin().add_callbacks_post_trainer(SimpleNamespace(adapter="supra"), trainer)
 
 
 def test_text_too_short_is_refused_before_the_model_loads(settings, train):
