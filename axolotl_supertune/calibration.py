@@ -199,6 +199,60 @@ def calibrate(
     return ActivationNorms(norms, fingerprint, json.loads(json.dumps(record, default=str)))
 
 
+@contextlib.contextmanager
+def streamed(model: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Inside, a model that lies on the CPU runs on `device`, with one decoder layer there at a time.
+
+    Embeddings, final norm and output layer are there all the time. The CPU keeps its copy: afterwards every tensor is
+    the one that it was, tied weights included.
+
+    Raises:
+        ValueError: the model does not say what its decoder layers are (transformers' `_no_split_modules`).
+    """
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} does not name its decoder layers: it cannot be streamed.")
+    inside = {module for block in blocks for module in block.modules()}
+    rest = _Moved([module for module in model.modules() if module not in inside])
+    rest.to(device)
+    hooks = []
+    try:
+        for block in blocks:
+            moved = _Moved(list(block.modules()))
+            hooks.append(block.register_forward_pre_hook(lambda *_, moved=moved: moved.to(device)))
+            hooks.append(block.register_forward_hook(lambda *_, moved=moved: moved.back(), always_call=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        rest.back()
+
+
+class _Moved:
+    """Modules whose tensors are on another device for a while."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        stores = [store for module in modules for store in (module._parameters, module._buffers)]
+        self._places: list[tuple[Any, str, Tensor]] = [
+            (store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None
+        ]
+
+    def to(self, device: torch.device | str) -> None:
+        made: dict[int, Tensor] = {}  # tied ones stay tied
+        for store, name, tensor in self._places:
+            if id(tensor) not in made:
+                there = tensor.detach().to(device)
+                made[id(tensor)] = (
+                    nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+                )
+            store[name] = made[id(tensor)]
+
+    def back(self) -> None:
+        for store, name, tensor in self._places:
+            store[name] = tensor
+
+
 def default_layers(model: nn.Module) -> list[str]:
     """Names of all `nn.Linear` of the model but its output embedding."""
     find_head: Any = getattr(model, "get_output_embeddings", None)

@@ -6,7 +6,7 @@ Works on the raw YAML mapping, before Axolotl's own validation, and is idempoten
 import difflib
 import os
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from .args import SupertuneArgs
@@ -162,6 +162,30 @@ def method_config(cfg: Config, **more: Any) -> SupraConfig:
     )
 
 
+def check_provenance(cfg: Config, provenance: Mapping[str, Any], maximum: int | None) -> None:
+    """Refuse `calibration_path` beside keys that say how to calibrate, unless its norms were made so.
+
+    Args:
+        cfg: the YAML.
+        provenance: of the norms.
+        maximum: the longest window that the model takes.
+
+    Raises:
+        ValueError: names the key, its value, and what the file says.
+    """
+    for name in ("dataset", "split", "text_field", "seed", "samples", "sequence_len"):
+        key = f"calibration_{name}"
+        asked, made = _integer(cfg, key), provenance.get(name)
+        if name == "sequence_len" and asked is not None and maximum is not None:
+            asked = min(asked, maximum)
+        if asked is not None and asked != made:
+            raise ValueError(
+                f"{key}: {cfg[key]} beside calibration_path: {cfg['calibration_path']}, whose norms were made with "
+                f"{'an unknown one' if made is None else made}. Drop the key to use them, or calibrate anew: axolotl "
+                "supertune calibrate CONFIG, or without calibration_path."
+            )
+
+
 def has_sparse_part(cfg: Config) -> bool:
     """Whether any layer gets a sparse part: all do but under a rank budget with λ = 1."""
     return cfg.get("sparse_density") is not None or _number(cfg, "supra_lambda") != 1
@@ -261,8 +285,10 @@ def check_processes_know_each_other(distributed: bool) -> None:
 
 
 def _fill_defaults(cfg: Config) -> None:
+    # Beside calibration_path, only what the YAML itself says of a calibration is to be compared with the file.
+    calibrates = not cfg.get("calibration_path")
     for key, value in _DEFAULTS.items():
-        if cfg.get(key) is None:
+        if cfg.get(key) is None and (calibrates or not key.startswith("calibration_")):
             cfg[key] = value
     if cfg.get("lora_r") is None and cfg.get("sparse_density") is None:
         cfg["lora_r"] = 8
@@ -274,7 +300,7 @@ def _fill_defaults(cfg: Config) -> None:
             "key to adapt all linear layers but lm_head."
         )
     seed = _integer(cfg, "seed")
-    for key in ("support_seed", "calibration_seed"):
+    for key in ("support_seed", "calibration_seed") if calibrates else ("support_seed",):
         if cfg.get(key) is None:
             cfg[key] = DEFAULT_SEED if seed is None else seed
 
@@ -293,7 +319,15 @@ def _check_files(cfg: Config) -> None:
                 f"sparse_direction: {cfg['sparse_direction']}, supra_lambda: {cfg['supra_lambda']}; drop it."
             )
         if not os.path.isfile(cfg["calibration_path"]):
-            raise FileNotFoundError(f"calibration_path: there is no file {cfg['calibration_path']}.")
+            raise FileNotFoundError(
+                f"calibration_path: there is no file {cfg['calibration_path']}; axolotl supertune calibrate CONFIG "
+                "writes it."
+            )
+        if cfg.get("calibration_batch_size") is not None:
+            raise ValueError(
+                f"calibration_batch_size: {cfg['calibration_batch_size']} has no effect with calibration_path: "
+                f"{cfg['calibration_path']}; drop one of them."
+            )
     elif needed:
         check_source(cfg["calibration_dataset"])
     resume = cfg.get("resume_from_checkpoint")

@@ -1,5 +1,6 @@
 """The Axolotl plugin: thin hooks that calibrate, adapt the model, and guard against an adapter nobody trained."""
 
+import contextlib
 import hashlib
 import importlib
 import io
@@ -28,7 +29,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 from . import checks
-from .calibration import ActivationNorms, calibrate
+from .calibration import ActivationNorms, calibrate, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained
 from .corpus import calibration_windows
 from .ops.choice import described
@@ -62,6 +63,8 @@ class SupertunePlugin(BasePlugin):
         self._inference = False
         self._processes: Processes | None = None
         self._finished = False
+        # `axolotl supertune calibrate`: the text is read whatever there is to resume.
+        self.calibrates_only = False
 
     def register(self, cfg: Any) -> None:
         """Check the raw YAML and fill in defaults; find the trained adapter for `axolotl inference`."""
@@ -97,11 +100,15 @@ class SupertunePlugin(BasePlugin):
         if cfg.adapter not in checks.ADAPTERS:
             return
         self._processes = _processes()
-        if not _is_new(cfg):
-            return
-        if _is_evaluation():
-            raise ValueError(untrained(cfg.output_dir))
-        if not cfg.calibration_path and checks.may_need_norms(cfg):
+        if not self.calibrates_only:
+            if not _is_new(cfg):
+                return
+            if _is_evaluation():
+                raise ValueError(untrained(cfg.output_dir))
+        if cfg.calibration_path:
+            norms = ActivationNorms.load(cfg.calibration_path)
+            checks.check_provenance(cfg, norms.provenance, _max_positions(load_model_config(cfg)))
+        elif checks.may_need_norms(cfg):
             with self._processes.together("reading the calibration text"):
                 self._windows = self._processes.from_first(lambda: _windows(cfg))
 
@@ -125,9 +132,9 @@ class SupertunePlugin(BasePlugin):
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
-            check_resume(cfg, checkpoint, asked=_config(model, cfg))
+            check_resume(cfg, checkpoint, asked=adapter_config(model, cfg))
         if trained:
-            model = load_trained(model, cfg, trained, asked=_config(model, cfg), trainable=not frozen)
+            model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
         line = _calibration_line(model, self._calibrated or "as the adapter was made")
@@ -161,7 +168,7 @@ class SupertunePlugin(BasePlugin):
         self._finished = True
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
-        config = _config(model, cfg)
+        config = adapter_config(model, cfg)
         budgets = layer_budgets(model, config)
         _check_all_matched(cfg, budgets)
         if config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
@@ -181,10 +188,29 @@ class SupertunePlugin(BasePlugin):
             norms.check_model(model, f"calibration_path: the norms in {cfg.calibration_path}")
             self._calibrated = f"read from {cfg.calibration_path}"
             return norms
-        windows = self._windows
-        if windows is None:
+        norms, seconds = self.measured_norms(model, cfg, layers)
+        processes = self._processes
+        assert processes is not None
+        self._calibrated = f"{seconds:.1f} s" + (f" in {processes.world} processes" if processes.world > 1 else "")
+        path = Path(cfg.output_dir) / NORMS_FILE
+        if processes.is_first:
+            norms.save(path)
+            LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
+        return norms
+
+    def measured_norms(
+        self, model: Any, cfg: Any, layers: list[str], *, stream: bool = False
+    ) -> tuple[ActivationNorms, float]:
+        """Norms on the windows of `pre_model_load`, and the seconds that they took.
+
+        Args:
+            model, layers: the base model and the layers that are adapted.
+            stream: the model lies on the CPU and stays there; its decoder layers visit the device one at a time.
+        """
+        windows, processes = self._windows, self._processes
+        if windows is None or processes is None:
             raise RuntimeError("no calibration windows were drawn: pre_model_load did not run before load_adapter.")
-        if torch.device(cfg.device).type != "cpu" and model.device.type == "cpu":
+        if not stream and torch.device(cfg.device).type != "cpu" and model.device.type == "cpu":
             model.to(cfg.device)
         provenance = {
             "model": cfg.base_model,
@@ -195,28 +221,20 @@ class SupertunePlugin(BasePlugin):
             "seed": cfg.calibration_seed,
             "sequence_len": windows.shape[1],
         }
-        start = time.perf_counter()
-        processes = self._processes
-        assert processes is not None
         # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
         batches = windows.split(cfg.calibration_batch_size)[processes.rank :: processes.world]
-        norms = calibrate(
-            model,
-            batches,
-            layers=layers,
-            provenance=provenance,
-            total_tokens=sum(batch.numel() for batch in batches),
-            progress=processes.is_first,
-            sum_processes=processes.sum,
-        )
-        self._calibrated = f"{time.perf_counter() - start:.1f} s"
-        if processes.world > 1:
-            self._calibrated += f" in {processes.world} processes"
-        path = Path(cfg.output_dir) / NORMS_FILE
-        if processes.is_first:
-            norms.save(path)
-            LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
-        return norms
+        start = time.perf_counter()
+        with streamed(model, cfg.device) if stream else contextlib.nullcontext():
+            norms = calibrate(
+                model,
+                batches,
+                layers=layers,
+                provenance=provenance,
+                total_tokens=sum(batch.numel() for batch in batches),
+                progress=processes.is_first,
+                sum_processes=processes.sum,
+            )
+        return norms, time.perf_counter() - start
 
 
 def _processes() -> Processes:
@@ -290,7 +308,8 @@ def _targets(model: Any, cfg: Any) -> dict[str, Any]:
     }
 
 
-def _config(model: Any, cfg: Any) -> SupraConfig:
+def adapter_config(model: Any, cfg: Any) -> SupraConfig:
+    """The PEFT config that the YAML describes for this model."""
     return checks.method_config(cfg, task_type=_get_peft_task_type(model), **_targets(model, cfg))
 
 

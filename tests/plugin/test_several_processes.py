@@ -18,9 +18,12 @@ from axolotl_supertune.trained import adapter_tensors, check_same_everywhere, ch
 PACKAGE = Path(__file__).parents[2]
 
 
-# The Trainer loads an optimizer onto "cpu:0" where several processes train on CPUs; torch knows "cpu" alone.
+# Where several processes train on CPUs the Trainer loads an optimizer onto "cpu:0", and torch knows "cpu" alone; and
+# Axolotl asks for the GPUs' peer access wherever torch was built for CUDA.
 TRAIN = """
 import os, runpy, sys, torch
+import axolotl.utils.trainer
+axolotl.utils.trainer.check_cuda_p2p_ib_support = lambda: True
 put = lambda storage, location: storage if location.startswith("cpu:") else None
 torch.serialization.register_package(0, lambda storage: None, put)
 {more}
