@@ -46,10 +46,20 @@ class RefuseUntrained(TrainerCallback):
 
 
 class CheckSaves(TrainerCallback):
-    """Raises in all processes unless a checkpoint that was just written holds the whole adapter."""
+    """Raises in all processes unless a checkpoint holds the whole adapter: one just written, and one just resumed.
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    Args:
+        processes: of the run.
+        resumed: the checkpoint that training goes on from, if any.
+    """
+
+    def __init__(self, processes: Processes, resumed: Path | None = None) -> None:
+        self._processes, self._resumed = processes, resumed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._resumed is not None:
+            with self._processes.together("checking the checkpoint that is resumed"):
+                check_saved(kwargs["model"], self._resumed, values=True, reads=self._processes.is_first)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._processes.together("checking a checkpoint"):

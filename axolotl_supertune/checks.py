@@ -7,7 +7,10 @@ import difflib
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
+from importlib.metadata import version as installed
 from typing import Any
+
+from packaging.version import Version
 
 from .args import SupertuneArgs
 from .corpus import (
@@ -40,6 +43,7 @@ SHARED_KEYS = (
     "lora_model_dir",
 )
 SPARSE_LR_GROUP = "supra_values"
+FULL_STATE_DICT = "FULL_STATE_DICT"
 
 # The paper's and Python's names of keys: to no spelling check are they near.
 _ALIASES = {
@@ -212,7 +216,7 @@ def _check_names(cfg: Config, known: set[str]) -> None:
 def _check_command_line(cfg: Config, arguments: Iterable[str]) -> None:
     """Refuse a key of ours on the command line that did not arrive: `axolotl train` drops options it does not know."""
     words = list(arguments)
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         key = name.removeprefix("--").replace("-", "_")
         if name.startswith("--") and key in OWN_KEYS:
@@ -250,13 +254,7 @@ def _check_modes(cfg: Config) -> None:
         if (cfg.get(key) or 1) > 1:
             raise ValueError(f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']} yet. Remove the key.")
     if cfg.get("fsdp") or cfg.get("fsdp_config"):
-        version = cfg.get("fsdp_version") or (cfg.get("fsdp_config") or {}).get("fsdp_version")
-        if str(version) != "2":
-            raise ValueError(
-                f"fsdp_version: {version} is FSDP1, which PyTorch and Axolotl have deprecated; adapter: "
-                f"{cfg['adapter']} does not work with it. Remove fsdp and fsdp_config."
-            )
-        raise ValueError(f"fsdp_config: FSDP2 does not work with adapter: {cfg['adapter']} yet. Remove the key.")
+        _check_fsdp(cfg)
     if _world() > 1:
         if cfg.get("ddp_broadcast_buffers"):
             raise ValueError(
@@ -264,6 +262,49 @@ def _check_modes(cfg: Config) -> None:
                 "though it never changes. Remove the key."
             )
         cfg["ddp_broadcast_buffers"] = False
+
+
+def _check_fsdp(cfg: Config) -> None:
+    config = cfg.get("fsdp_config") or {}
+    version = cfg.get("fsdp_version") or config.get("fsdp_version")
+    if str(version) != "2":
+        raise ValueError(
+            f"fsdp_version: {version} is FSDP1, which PyTorch and Axolotl have deprecated; adapter: {cfg['adapter']} "
+            "does not work with it. Write fsdp_version: 2."
+        )
+    if cfg.get("fsdp") or not config:
+        raise ValueError(
+            f"fsdp: {cfg.get('fsdp')} is how FSDP1 was configured; write fsdp_config, with fsdp_version: 2."
+        )
+    axolotl = installed("axolotl")
+    if Version(axolotl) < Version("0.21"):
+        raise ValueError(
+            f"fsdp_config: FSDP2 does not work with adapter: {cfg['adapter']} under Axolotl {axolotl}: its checkpoints "
+            "hold one process's part of an adapter, and what cannot be sharded, a support, must not be integers there. "
+            "Use Axolotl 0.21 or newer (Python 3.12), or DDP: remove fsdp_config."
+        )
+    if _fsdp(config, "offload_params"):
+        raise ValueError(
+            "fsdp_config.offload_params: true keeps supports on the CPU, away from the weights that they index; it was "
+            "not tried. Remove the key."
+        )
+    for key in ("state_dict_type", "final_state_dict_type"):
+        if _fsdp(config, key) not in (None, FULL_STATE_DICT):
+            raise ValueError(
+                f"fsdp_config.{key}: {_fsdp(config, key)} leaves no adapter_model.safetensors in a checkpoint; write "
+                f"{FULL_STATE_DICT}: of an adapter it is small."
+            )
+    if _fsdp(config, "state_dict_type") is None:
+        config["state_dict_type"] = FULL_STATE_DICT
+    if cfg.get("torch_compile"):
+        raise ValueError("torch_compile: true was not tried with FSDP2; remove one of them.")
+    if (cfg.get("dp_replicate_size") or 1) > 1:
+        raise ValueError(f"dp_replicate_size: {cfg['dp_replicate_size']} was not tried with FSDP2. Remove the key.")
+
+
+def _fsdp(config: Mapping[str, Any], key: str) -> Any:
+    """A key of fsdp_config, whose old names begin with fsdp_."""
+    return config.get(key, config.get(f"fsdp_{key}"))
 
 
 def on_cpus() -> bool:

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from axolotl.utils.train import determine_last_checkpoint
 from peft import PeftConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
 from . import checks
@@ -63,6 +65,7 @@ class SupertunePlugin(BasePlugin):
         self._inference = False
         self._processes: Processes | None = None
         self._finished = False
+        self._resumes: Path | None = None
         # `axolotl supertune calibrate`: the text is read whatever there is to resume.
         self.calibrates_only = False
 
@@ -129,6 +132,7 @@ class SupertunePlugin(BasePlugin):
     def _load_adapter(self, model: Any, cfg: Any, inference: bool) -> Any:
         frozen = inference or self._inference or bool(cfg.merge_lora)
         checkpoint = None if frozen else determine_last_checkpoint(cfg)
+        self._resumes = Path(checkpoint) if checkpoint else None
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
@@ -151,8 +155,14 @@ class SupertunePlugin(BasePlugin):
                 "of the model the adapter does not follow: run one process per GPU (axolotl train CONFIG --launcher "
                 f"accelerate -- --num_processes {trainer.args.n_gpu}), or one GPU (CUDA_VISIBLE_DEVICES=0)."
             )
+        fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if fsdp is not None:
+            # With bf16 Accelerate would gather U, L and R in bf16 and round their gradients; the base is bf16 already.
+            fsdp.mixed_precision_policy = replace(
+                fsdp.mixed_precision_policy or MixedPrecisionPolicy(), param_dtype=None, reduce_dtype=torch.float32
+            )
         assert self._processes is not None, "load_adapter came first"
-        callbacks = [RequireAllTrained(), CheckSaves(self._processes)]
+        callbacks = [RequireAllTrained(), CheckSaves(self._processes, self._resumes)]
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
             callbacks.append(LogCost(trainer))
         if self._untrained:
@@ -168,11 +178,17 @@ class SupertunePlugin(BasePlugin):
         self._finished = True
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
+        assert self._processes is not None
+        processes = self._processes
         config = adapter_config(model, cfg)
         budgets = layer_budgets(model, config)
         _check_all_matched(cfg, budgets)
-        if config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
-            config.activation_norms = self._norms(model, cfg, list(budgets))
+        # Then process 0 alone holds weights to choose from, and FSDP sends them to the others when it shards.
+        alone = bool(cfg.fsdp_config and cfg.fsdp_config.cpu_ram_efficient_loading)
+        if alone and not processes.is_first:
+            config.support = "saved"
+        elif config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
+            config.activation_norms = self._norms(model, cfg, list(budgets), alone=alone)
         seed = checks.DEFAULT_SEED if cfg.seed is None else cfg.seed
         # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
         with torch.random.fork_rng(devices=[]):
@@ -180,18 +196,23 @@ class SupertunePlugin(BasePlugin):
             adapted = get_peft_model(model, config)
         if hasattr(axolotl_adapter, "reinit_lora_from_seed"):
             _draw_by_name(adapted, seed)
+        if alone:
+            _take_supports_of_first(adapted, processes)
         return adapted
 
-    def _norms(self, model: Any, cfg: Any, layers: list[str]) -> ActivationNorms:
+    def _norms(self, model: Any, cfg: Any, layers: list[str], *, alone: bool) -> ActivationNorms:
         if cfg.calibration_path:
             norms = ActivationNorms.load(cfg.calibration_path)
             norms.check_model(model, f"calibration_path: the norms in {cfg.calibration_path}")
             self._calibrated = f"read from {cfg.calibration_path}"
             return norms
-        norms, seconds = self.measured_norms(model, cfg, layers)
+        # What FSDP is to shard waits on the CPU, and may be too large for one device.
+        stream = bool(cfg.fsdp_config) and model.device.type == "cpu"
+        norms, seconds = self.measured_norms(model, cfg, layers, stream=stream, alone=alone)
         processes = self._processes
         assert processes is not None
-        self._calibrated = f"{seconds:.1f} s" + (f" in {processes.world} processes" if processes.world > 1 else "")
+        several = processes.world > 1 and not alone
+        self._calibrated = f"{seconds:.1f} s" + (f" in {processes.world} processes" if several else "")
         path = Path(cfg.output_dir) / NORMS_FILE
         if processes.is_first:
             norms.save(path)
@@ -199,13 +220,14 @@ class SupertunePlugin(BasePlugin):
         return norms
 
     def measured_norms(
-        self, model: Any, cfg: Any, layers: list[str], *, stream: bool = False
+        self, model: Any, cfg: Any, layers: list[str], *, stream: bool = False, alone: bool = False
     ) -> tuple[ActivationNorms, float]:
         """Norms on the windows of `pre_model_load`, and the seconds that they took.
 
         Args:
             model, layers: the base model and the layers that are adapted.
             stream: the model lies on the CPU and stays there; its decoder layers visit the device one at a time.
+            alone: the other processes have no weights and do not call this; else each takes a part of the windows.
         """
         windows, processes = self._windows, self._processes
         if windows is None or processes is None:
@@ -222,7 +244,9 @@ class SupertunePlugin(BasePlugin):
             "sequence_len": windows.shape[1],
         }
         # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
-        batches = windows.split(cfg.calibration_batch_size)[processes.rank :: processes.world]
+        batches = windows.split(cfg.calibration_batch_size)
+        if not alone:
+            batches = batches[processes.rank :: processes.world]
         start = time.perf_counter()
         with streamed(model, cfg.device) if stream else contextlib.nullcontext():
             norms = calibrate(
@@ -232,7 +256,7 @@ class SupertunePlugin(BasePlugin):
                 provenance=provenance,
                 total_tokens=sum(batch.numel() for batch in batches),
                 progress=processes.is_first,
-                sum_processes=processes.sum,
+                sum_processes=None if alone else processes.sum,
             )
         return norms, time.perf_counter() - start
 
@@ -265,6 +289,23 @@ def _windows(cfg: Any) -> torch.Tensor:
         split=cfg.calibration_split,
         text_field=cfg.calibration_text_field,
     )
+
+
+def _take_supports_of_first(model: Any, processes: Processes) -> None:
+    """Give the adapters of all processes the supports that process 0 chose."""
+    config = model.peft_config["default"]
+    config.support = "select"  # chosen, by whichever process
+    config.calibration = processes.from_first(lambda: config.calibration)
+    layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
+    chosen = [layer for layer in layers if "default" in layer.supra_indices]
+    here = [layer.supra_indices["default"] for layer in chosen]
+    supports = [each.cpu() if processes.is_first else torch.empty(each.shape, dtype=each.dtype) for each in here]
+    processes.broadcast(supports)
+    if not processes.is_first:
+        for layer, support in zip(chosen, supports, strict=True):
+            layer.take_support("default", support)
+        for layer in layers:
+            layer.supra_unloaded.pop("default", None)
 
 
 def _draw_by_name(model: Any, seed: int) -> None:

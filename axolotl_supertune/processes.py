@@ -87,12 +87,13 @@ class Processes:
                 dist.broadcast(vector, src=0, group=self._group)
         return vector
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Process 0's content of a CPU tensor of one shape and dtype everywhere, in place."""
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Put process 0's content into CPU tensors, in place; all have as many, of the same shapes and dtypes."""
+        self._exchange(None)
         if self.world > 1:
             with self._explained():
-                dist.broadcast(tensor, src=0, group=self._group)
-        return tensor
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0, group=self._group)
 
     def _exchange(self, value: Any, error: str | None = None) -> list[Any]:
         if self.world == 1:
@@ -122,10 +123,8 @@ class Processes:
             ) from error
 
 
-def digest_of(tensors: list[Tensor]) -> str:
-    """sha256 of the shapes, dtypes and bits of tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+def digest_of(tensor: Tensor) -> str:
+    """sha256 of a tensor's shape, dtype and bits."""
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

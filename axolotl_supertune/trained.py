@@ -11,6 +11,7 @@ from axolotl.utils.logging import get_logger
 from peft import PeftConfig, PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .processes import Processes, digest_of
 from .tuner import SupraConfig, SupraLayer
@@ -156,16 +157,26 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
 
 
-def check_saved(model: Any, folder: Path) -> None:
-    """Raise RuntimeError unless the adapter file in `folder` holds every tensor of the model's adapter, whole.
+def check_saved(model: Any, folder: Path, *, values: bool = False, reads: bool = True) -> None:
+    """Raise RuntimeError unless the adapter file in `folder` is the model's adapter: every tensor, whole.
 
-    Reads the file's header and the supports. What shards a model has lost parts of adapters before, without a word.
+    What shards a model has lost parts of adapters before, without a word.
+
+    Args:
+        model: the adapted model, sharded or not.
+        folder: a saved adapter.
+        values: compare U, L and R too; of a sharded model they are gathered, so every process must call this.
+        reads: whether this process reads the file; the others help to gather.
     """
+    expected = adapter_tensors(model)
+    if values:
+        expected = {name: whole(tensor) for name, tensor in expected.items()}
+    if not reads:
+        return
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         raise RuntimeError(f"{folder} was saved without {path.name}: the adapter is not in it.")
     problems = []
-    expected = adapter_tensors(model)
     with safetensors.safe_open(os.fspath(path), framework="pt") as saved:
         there = set(saved.keys())
         for name, tensor in expected.items():
@@ -175,16 +186,24 @@ def check_saved(model: Any, folder: Path) -> None:
             shape = tuple(saved.get_slice(name).get_shape())
             if shape != tuple(tensor.shape):
                 problems.append(f"{name} has shape {shape}, the model's {tuple(tensor.shape)}")
-            elif name.endswith(".supra_indices") and not saved.get_tensor(name).equal(tensor.cpu()):
-                problems.append(f"{name} is not the support that was trained")
+            elif (values or name.endswith(".supra_indices")) and not _equal(saved.get_tensor(name), tensor):
+                problems.append(f"{name} has other values")
     problems += [f"{name} is not the model's" for name in sorted(there - expected.keys())]
     if problems:
         raise RuntimeError(
-            f"{path} is not the adapter that was trained: {problems[0]}"
+            f"{path} is not the adapter that the model has: {problems[0]}"
             + (f" ({len(problems)} tensors are wrong)" if len(problems) > 1 else "")
-            + ". The training state is not lost where a checkpoint of FSDP or DeepSpeed lies beside it; please report "
-            "this, with the versions of axolotl, accelerate and peft."
+            + ". Do not go on from it; please report this, with the versions of axolotl, accelerate and peft."
         )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor, gathered if it is sharded; then every process must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _equal(saved: Tensor, tensor: Tensor) -> bool:
+    return saved.equal(tensor.detach().to("cpu", saved.dtype))
 
 
 def check_same_everywhere(model: Any, processes: Processes) -> None:
@@ -192,19 +211,25 @@ def check_same_everywhere(model: Any, processes: Processes) -> None:
     if processes.world == 1:
         return
     digests = {
-        name: {store: digest_of([getattr(module, store)["default"]]) for store in _stores(module)}
+        name: {store: _digest(getattr(module, store)["default"]) for store in _stores(module)}
         for name, module in model.named_modules()
         if isinstance(module, SupraLayer)
     }
     everywhere = processes.gather(digests)
     for name, here in everywhere[0].items():
         for rank, there in enumerate(everywhere):
-            differs = [store for store in here if there.get(name, {}).get(store) != here[store]]
+            others = there.get(name, {})
+            differs = [store for store in here if others.get(store, "none") not in (here[store], None)]
             if differs:
                 raise ValueError(
                     f"{name}: {differs[0]} of process {rank} is not that of process 0: the processes started from "
                     "different base models, calibration texts or adapters. Give all of them the same files."
                 )
+
+
+def _digest(tensor: Tensor) -> str | None:
+    """None for a tensor that is still to come from process 0."""
+    return None if tensor.is_meta else digest_of(tensor)
 
 
 def _stores(layer: SupraLayer) -> list[str]:

@@ -44,7 +44,8 @@ def everything(processes, store):
         ranks = processes.gather(processes.rank)
         calls = []
         made = processes.from_first(lambda: calls.append(1) or "made once")
-        content = processes.broadcast(torch.full((3,), processes.rank, dtype=torch.int32))
+        content = torch.full((3,), processes.rank, dtype=torch.int32)
+        processes.broadcast([content])
     return total, ranks, made, len(calls), content, processes.is_first
 
 
