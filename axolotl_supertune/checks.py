@@ -80,7 +80,8 @@ _REFUSED: dict[str, str] = {
     "load_in_8bit": "quantized bases are not supported yet: the support is written into the base weight",
     "load_in_4bit": "quantized bases are not supported yet: the support is written into the base weight",
     "gptq": "quantized bases are not supported yet: the support is written into the base weight",
-    "deepspeed": "DeepSpeed is not supported yet",
+    "deepspeed": "it was not tried: it casts U, L and R to the dtype of its own config, and under ZeRO-3 no process "
+    "holds a weight to choose a support from; use DDP, or FSDP2 (fsdp_version: 2)",
     "relora": "ReLoRA restarts have no meaning for a fixed support",
     "reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
     "process_reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
