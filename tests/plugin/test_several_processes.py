@@ -212,6 +212,25 @@ def test_a_lost_shard_is_an_error(adapted, tmp_path, damage, message):
         check_saved(adapted, tmp_path)
 
 
+def test_a_checkpoint_that_another_adapter_came_out_of_stops_the_run(settings, train, monkeypatch):
+    from axolotl.core.trainers.base import AxolotlTrainer
+
+    mapping = settings(max_steps=2, save_steps=2, eval_steps=None)
+    train(mapping)
+
+    def damaging(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        layer = self.model.base_model.model.model.layers[1].mlp.up_proj
+        layer.supra_values["default"].data[0] += 1e-3
+
+    original = AxolotlTrainer._load_from_checkpoint
+    monkeypatch.setattr(AxolotlTrainer, "_load_from_checkpoint", damaging)
+    with pytest.raises(
+        RuntimeError, match=r"checkpoint-2/adapter_model\.safetensors is not .*up_proj\.supra_values "
+    ):
+        train({**mapping, "max_steps": 4, "auto_resume_from_checkpoints": True})
+
+
 @pytest.mark.parametrize("where", ["checkpoint-2", "adapter"])
 def test_a_save_that_loses_a_shard_stops_the_run(settings, train, monkeypatch, where):
     from peft import PeftModel
