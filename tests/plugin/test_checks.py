@@ -153,10 +153,13 @@ def test_fsdp2_keeps_the_adapter_in_fp32():
 
 def test_supports_are_not_broadcast_at_every_step(settings, load, monkeypatch):
     assert load(settings()).ddp_broadcast_buffers is None
+    assert load(settings(ddp_broadcast_buffers=False)).ddp_broadcast_buffers is False
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert load(settings()).ddp_broadcast_buffers is False
+    cfg = {"adapter": "supra", "supra_lambda": 1}
+    prepare(cfg, KNOWN)
+    assert cfg["ddp_broadcast_buffers"] is False
     with pytest.raises(ValueError, match=r"ddp_broadcast_buffers: true would send every support"):
-        load(settings(ddp_broadcast_buffers=True))
+        prepare({**cfg, "ddp_broadcast_buffers": True}, KNOWN)
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):

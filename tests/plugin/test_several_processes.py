@@ -225,9 +225,7 @@ def test_a_checkpoint_that_another_adapter_came_out_of_stops_the_run(settings, t
 
     original = AxolotlTrainer._load_from_checkpoint
     monkeypatch.setattr(AxolotlTrainer, "_load_from_checkpoint", damaging)
-    with pytest.raises(
-        RuntimeError, match=r"checkpoint-2/adapter_model\.safetensors is not .*up_proj\.supra_values "
-    ):
+    with pytest.raises(RuntimeError, match=r"checkpoint-2/adapter_model\.safetensors is not .*up_proj\.supra_values "):
         train({**mapping, "max_steps": 4, "auto_resume_from_checkpoints": True})
 
 
