@@ -418,6 +418,8 @@ def _table(model: Any) -> str:
 
 def _kernels(model: Any, cfg: Any) -> str:
     """What will compute the adapted layers; the model may still be on its way to the device."""
+    if cfg.fsdp_config:
+        return "reference, not Triton: FSDP gathers the weights for every use, and the kernels write into weights"
     device = torch.device(cfg.device or "cpu")
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtypes = [dtype for key, dtype in mixed.items() if cfg.get(key) and cfg.get(key) != "full"]

@@ -17,7 +17,7 @@ def load(rank, folder, mask_score, efficient):
 
     from axolotl_supertune import SupertunePlugin
     from axolotl_supertune.checks import prepare
-    from axolotl_supertune.plugin import _processes
+    from axolotl_supertune.plugin import _kernels, _processes
     from axolotl_supertune.tuner import SupraLayer
 
     torch.manual_seed(0)
@@ -35,6 +35,7 @@ def load(rank, folder, mask_score, efficient):
     plugin._processes = _processes()
     plugin._windows = torch.randint(0, 61, (5, 16), generator=torch.Generator().manual_seed(3))
     adapted, config = plugin.load_adapter(model, cfg)
+    assert _kernels(adapted, cfg).startswith("reference, not Triton: " + ("FSDP" if cfg.fsdp_config else "the kernels"))
     layers = {name: module for name, module in adapted.named_modules() if isinstance(module, SupraLayer)}
     supports = {name: layer.supra_indices["default"] for name, layer in layers.items()}
     unloaded = [name for name, layer in layers.items() if layer.supra_unloaded]
