@@ -1,8 +1,9 @@
 """Activation norms ‖X_j‖₂ of the layers of a frozen model (paper, algorithm super_mask_generation, step 2).
 
-One forward pass with a pre-hook per layer; each hook adds the squares of its input to a running fp32 sum and makes no
-copy of the input. No logits are computed unless the output layer itself is asked for. The device is waited for at the
-end alone (and in a batch whose attention mask lies on it).
+One forward pass with a pre-hook per layer; each hook sums the squares of its input in fp32 and makes no copy of the
+input. No logits are computed unless the output layer itself is asked for. The device is waited for at the end alone
+(and in a batch whose attention mask lies on it). The batches' sums are added up in fp64: in which order, and in which
+of several processes, shows in none of the fp32 norms but by a rare last bit.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def calibrate(
     provenance: Mapping[str, Any] | None = None,
     total_tokens: int | None = None,
     progress: bool = True,
+    sum_processes: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationNorms:
     """Run the frozen model over `batches` once and return ‖X_j‖₂ of every layer's input.
 
@@ -144,6 +146,8 @@ def calibrate(
         provenance: what to record beside the norms (dataset, seed, …); model name, samples and tokens are added.
         total_tokens: how many tokens the batches hold, if known, for the bar.
         progress: show a bar with tokens per second.
+        sum_processes: where several processes take a part of the batches each (one may get none): gives the sum over
+            all of them of a CPU vector (n,) fp64. Every process then returns the norms of all batches.
 
     Raises:
         ValueError: no batch, an unknown layer, a layer that saw no token, or a sum that is NaN or infinite.
@@ -182,15 +186,73 @@ def calibrate(
     finally:
         for hook in hooks:
             hook.remove()
+    totals = sums.totals({name: modules[name].in_features for name in names})
+    if sum_processes is not None:
+        totals = totals.summed(sum_processes)
+        samples, tokens = (int(each) for each in sum_processes(torch.tensor([samples, tokens], dtype=torch.float64)))
     if tokens == 0:
         raise ValueError("no calibration token was given: calibrate needs at least one batch that is not all padding.")
 
-    norms = sums.norms(names)
+    norms = totals.norms()
     fingerprint = model_fingerprint(model)
     if fingerprint is None:
         raise ValueError("the model's weights are on the meta device: calibration needs real weights.")
     record = {"model": _model_name(model), "samples": samples, "tokens": tokens, **(provenance or {})}
     return ActivationNorms(norms, fingerprint, json.loads(json.dumps(record, default=str)))
+
+
+@contextlib.contextmanager
+def streamed(model: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Inside, a model that lies on the CPU runs on `device`, with one decoder layer there at a time.
+
+    Embeddings, final norm and output layer are there all the time. The CPU keeps its copy: afterwards every tensor is
+    the one that it was, tied weights included.
+
+    Raises:
+        ValueError: the model does not say what its decoder layers are (transformers' `_no_split_modules`).
+    """
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} does not name its decoder layers: it cannot be streamed.")
+    inside = {module for block in blocks for module in block.modules()}
+    rest = _Moved([module for module in model.modules() if module not in inside])
+    rest.to(device)
+    hooks = []
+    try:
+        for block in blocks:
+            moved = _Moved(list(block.modules()))
+            hooks.append(block.register_forward_pre_hook(lambda *_, moved=moved: moved.to(device)))
+            hooks.append(block.register_forward_hook(lambda *_, moved=moved: moved.back(), always_call=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        rest.back()
+
+
+class _Moved:
+    """Modules whose tensors are on another device for a while."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        stores = [store for module in modules for store in (module._parameters, module._buffers)]
+        self._places: list[tuple[Any, str, Tensor]] = [
+            (store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None
+        ]
+
+    def to(self, device: torch.device | str) -> None:
+        made: dict[int, Tensor] = {}  # tied ones stay tied
+        for store, name, tensor in self._places:
+            if id(tensor) not in made:
+                there = tensor.detach().to(device)
+                made[id(tensor)] = (
+                    nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+                )
+            store[name] = made[id(tensor)]
+
+    def back(self) -> None:
+        for store, name, tensor in self._places:
+            store[name] = tensor
 
 
 def default_layers(model: nn.Module) -> list[str]:
@@ -241,7 +303,7 @@ def _to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _SquareSums:
-    """Running Σ x² per input feature, one fp32 vector a layer, and the hooks that feed it."""
+    """Running Σ x² per input feature, one fp64 vector a layer, and the hooks that feed it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -272,7 +334,9 @@ class _SquareSums:
             if self._last is None or self._last[0]() is not x or self._last[1] != version:
                 self._last = (weakref.ref(x), version, self._square_sum(x.detach(), name))
             square_sum = self._last[2]
-            self._sums[name] = self._sums[name] + square_sum if name in self._sums else square_sum
+            # (Apple's GPUs have no fp64.)
+            wide = square_sum if square_sum.device.type == "mps" else square_sum.double()
+            self._sums[name] = self._sums[name] + wide if name in self._sums else wide
 
         return observe
 
@@ -294,25 +358,46 @@ class _SquareSums:
             total += _square_sum(tokens.index_select(0, part))
         return total
 
-    def norms(self, layers: Sequence[str]) -> dict[str, Tensor]:
-        """‖X_j‖₂ of the layers, (in_features,) fp32 on the CPU.
+    def totals(self, widths: Mapping[str, int]) -> "_Totals":
+        """What was summed for layers of these widths, on the CPU."""
+        reached = [name for name in widths if name in self._sums]
+        found = dict(zip(reached, _to_host([self._sums[name].double() for name in reached]), strict=True))
+        return _Totals({name: found.get(name, torch.zeros(width).double()) for name, width in widths.items()}, reached)
+
+
+@dataclass
+class _Totals:
+    """Σ x² per layer, (in_features,) fp64 on the CPU, and the layers that any token reached."""
+
+    sums: dict[str, Tensor]
+    reached: list[str]
+
+    def summed(self, sum_processes: Callable[[Tensor], Tensor]) -> "_Totals":
+        """The totals of all processes."""
+        here = torch.tensor([name in self.reached for name in self.sums]).double()
+        sizes = [len(self.sums), *(each.numel() for each in self.sums.values())]
+        reached, *sums = sum_processes(torch.cat([here, *self.sums.values()])).split(sizes)
+        names = list(self.sums)
+        together = [name for name, count in zip(names, reached.tolist(), strict=True) if count]
+        return _Totals(dict(zip(names, sums, strict=True)), together)
+
+    def norms(self) -> dict[str, Tensor]:
+        """‖X_j‖₂ of the layers, (in_features,) fp32.
 
         Raises:
             ValueError: a layer that saw no token, or a sum that is NaN or infinite.
         """
-        for name in layers:
-            if name not in self._sums:
+        for name, total in self.sums.items():
+            if name not in self.reached:
                 raise ValueError(
                     f"{name}: no calibration token reached this layer; leave it out of the target modules."
                 )
-        totals = dict(zip(layers, _to_host([self._sums[name] for name in layers]), strict=True))
-        for name, total in totals.items():
             if not bool(torch.isfinite(total).all()):
                 raise ValueError(
                     f"{name}: the calibration activations are NaN or infinite; check the base model and its dtype "
                     "(fp16 overflows where bf16 does not)."
                 )
-        return {name: total.sqrt() for name, total in totals.items()}
+        return {name: total.sqrt().float() for name, total in self.sums.items()}
 
 
 def _square_sum(tokens: Tensor) -> Tensor:

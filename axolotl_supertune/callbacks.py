@@ -1,14 +1,16 @@
-"""What the plugin adds to a training: two guards, and what a run costs in the Trainer's logs."""
+"""What the plugin adds to a training: three guards, and what a run costs in the Trainer's logs."""
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from .trained import untrained
+from .processes import Processes
+from .trained import check_saved, untrained
 from .tuner import SupraLayer
 
 
@@ -41,6 +43,28 @@ class RefuseUntrained(TrainerCallback):
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         if not self._training:
             raise ValueError(untrained(self._output_dir))
+
+
+class CheckSaves(TrainerCallback):
+    """Raises in all processes unless a checkpoint holds the whole adapter: one just written, and one just resumed.
+
+    Args:
+        processes: of the run.
+        resumed: the checkpoint that training goes on from, if any.
+    """
+
+    def __init__(self, processes: Processes, resumed: Path | None = None) -> None:
+        self._processes, self._resumed = processes, resumed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._resumed is not None:
+            with self._processes.together("checking the checkpoint that is resumed"):
+                check_saved(kwargs["model"], self._resumed, values=True, reads=self._processes.is_first)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self._processes.together("checking a checkpoint"):
+            if self._processes.is_first:
+                check_saved(kwargs["model"], Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 class LogCost(TrainerCallback):

@@ -7,9 +7,11 @@ import difflib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from importlib.metadata import version as installed
 from typing import Any
 
+from packaging.version import Version
 from transformers import BitsAndBytesConfig
 
 from .args import SupertuneArgs
@@ -43,6 +45,7 @@ SHARED_KEYS = (
     "lora_model_dir",
 )
 SPARSE_LR_GROUP = "supra_values"
+FULL_STATE_DICT = "FULL_STATE_DICT"
 
 # The paper's and Python's names of keys: to no spelling check are they near.
 _ALIASES = {
@@ -80,7 +83,8 @@ _REFUSED: dict[str, str] = {
     "model_quantization_config": "of quantized bases those of bitsandbytes alone are supported: load_in_4bit or "
     "load_in_8bit",
     "qlora_sharded_model_loading": "it loads bases for adapter: qlora only",
-    "deepspeed": "DeepSpeed is not supported yet",
+    "deepspeed": "it was not tried: it casts U, L and R to the dtype of its own config, and under ZeRO-3 no process "
+    "holds a weight to choose a support from; use DDP, or FSDP2 (fsdp_version: 2)",
     "relora": "ReLoRA restarts have no meaning for a fixed support",
     "reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
     "process_reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
@@ -167,6 +171,30 @@ def method_config(cfg: Config, **more: Any) -> SupraConfig:
     )
 
 
+def check_provenance(cfg: Config, provenance: Mapping[str, Any], maximum: int | None) -> None:
+    """Refuse `calibration_path` beside keys that say how to calibrate, unless its norms were made so.
+
+    Args:
+        cfg: the YAML.
+        provenance: of the norms.
+        maximum: the longest window that the model takes.
+
+    Raises:
+        ValueError: names the key, its value, and what the file says.
+    """
+    for name in ("dataset", "split", "text_field", "seed", "samples", "sequence_len"):
+        key = f"calibration_{name}"
+        asked, made = _integer(cfg, key), provenance.get(name)
+        if name == "sequence_len" and asked is not None and maximum is not None:
+            asked = min(asked, maximum)
+        if asked is not None and asked != made:
+            raise ValueError(
+                f"{key}: {cfg[key]} beside calibration_path: {cfg['calibration_path']}, whose norms were made with "
+                f"{'an unknown one' if made is None else made}. Drop the key to use them, or calibrate anew: axolotl "
+                "supertune calibrate CONFIG, or without calibration_path."
+            )
+
+
 def has_sparse_part(cfg: Config) -> bool:
     """Whether any layer gets a sparse part: all do but under a rank budget with λ = 1."""
     return cfg.get("sparse_density") is not None or _number(cfg, "supra_lambda") != 1
@@ -231,14 +259,14 @@ def _check_modes(cfg: Config) -> None:
         if (cfg.get(key) or 1) > 1:
             raise ValueError(f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']} yet. Remove the key.")
     if cfg.get("fsdp") or cfg.get("fsdp_config"):
-        version = cfg.get("fsdp_version") or (cfg.get("fsdp_config") or {}).get("fsdp_version")
-        if str(version) != "2":
+        _check_fsdp(cfg)
+    if _world() > 1:
+        if cfg.get("ddp_broadcast_buffers"):
             raise ValueError(
-                f"fsdp_version: {version} is FSDP1, which PyTorch and Axolotl have deprecated; adapter: "
-                f"{cfg['adapter']} does not work with it. Remove fsdp and fsdp_config."
+                "ddp_broadcast_buffers: true would send every support to every process before every forward pass, "
+                "though it never changes. Remove the key."
             )
-        raise ValueError(f"fsdp_config: FSDP2 does not work with adapter: {cfg['adapter']} yet. Remove the key.")
-    check_one_process()
+        cfg["ddp_broadcast_buffers"] = False
 
 
 def _set_quantization(cfg: Config) -> None:
@@ -279,19 +307,72 @@ def _set_quantization(cfg: Config) -> None:
     cfg["overrides_of_model_kwargs"] = {**overrides, "quantization_config": placeholder}
 
 
-def check_one_process() -> None:
-    """Raise ValueError under several processes: each would choose a support of its own."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world not in ("", "1"):
+def _check_fsdp(cfg: Config) -> None:
+    config = cfg.get("fsdp_config") or {}
+    version = cfg.get("fsdp_version") or config.get("fsdp_version")
+    if str(version) != "2":
         raise ValueError(
-            f"WORLD_SIZE={world}: several processes are not supported yet, each would choose its own support. Run one: "
-            "CUDA_VISIBLE_DEVICES=0 axolotl train … --launcher python."
+            f"fsdp_version: {version} is FSDP1, which PyTorch and Axolotl have deprecated; adapter: {cfg['adapter']} "
+            "does not work with it. Write fsdp_version: 2."
+        )
+    if cfg.get("fsdp") or not config:
+        raise ValueError(
+            f"fsdp: {cfg.get('fsdp')} is how FSDP1 was configured; write fsdp_config, with fsdp_version: 2."
+        )
+    axolotl = installed("axolotl")
+    if Version(axolotl) < Version("0.21"):
+        raise ValueError(
+            f"fsdp_config: FSDP2 does not work with adapter: {cfg['adapter']} under Axolotl {axolotl}: its checkpoints "
+            "hold one process's part of an adapter, and what cannot be sharded, a support, must not be integers there. "
+            "Use Axolotl 0.21 or newer (Python 3.12), or DDP: remove fsdp_config."
+        )
+    if _fsdp(config, "offload_params"):
+        raise ValueError(
+            "fsdp_config.offload_params: true keeps supports on the CPU, away from the weights that they index; it was "
+            "not tried. Remove the key."
+        )
+    for key in ("state_dict_type", "final_state_dict_type"):
+        if _fsdp(config, key) not in (None, FULL_STATE_DICT):
+            raise ValueError(
+                f"fsdp_config.{key}: {_fsdp(config, key)} leaves no adapter_model.safetensors in a checkpoint; write "
+                f"{FULL_STATE_DICT}: of an adapter it is small."
+            )
+    if _fsdp(config, "state_dict_type") is None:
+        config["state_dict_type"] = FULL_STATE_DICT
+    if cfg.get("torch_compile"):
+        raise ValueError("torch_compile: true was not tried with FSDP2; remove one of them.")
+    if (cfg.get("dp_replicate_size") or 1) > 1:
+        raise ValueError(f"dp_replicate_size: {cfg['dp_replicate_size']} was not tried with FSDP2. Remove the key.")
+
+
+def _fsdp(config: Mapping[str, Any], key: str) -> Any:
+    """A key of fsdp_config, whose old names begin with fsdp_."""
+    return config.get(key, config.get(f"fsdp_{key}"))
+
+
+def on_cpus() -> bool:
+    """Whether a launcher started several processes that train on CPUs."""
+    return _world() > 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def check_processes_know_each_other(distributed: bool) -> None:
+    """Raise ValueError if a launcher started several processes and each of them takes itself for the only one."""
+    if _world() > 1 and not distributed:
+        raise ValueError(
+            f"WORLD_SIZE={_world()}, but these processes do not know of each other: each would train alone and write "
+            "the same output_dir. On CPUs set ACCELERATE_USE_CPU=true; for one process use --launcher python."
         )
 
 
 def _fill_defaults(cfg: Config) -> None:
+    # Beside calibration_path, only what the YAML itself says of a calibration is to be compared with the file.
+    calibrates = not cfg.get("calibration_path")
     for key, value in _DEFAULTS.items():
-        if cfg.get(key) is None:
+        if cfg.get(key) is None and (calibrates or not key.startswith("calibration_")):
             cfg[key] = value
     if cfg.get("lora_r") is None and cfg.get("sparse_density") is None:
         cfg["lora_r"] = 8
@@ -303,7 +384,7 @@ def _fill_defaults(cfg: Config) -> None:
             "key to adapt all linear layers but lm_head."
         )
     seed = _integer(cfg, "seed")
-    for key in ("support_seed", "calibration_seed"):
+    for key in ("support_seed", "calibration_seed") if calibrates else ("support_seed",):
         if cfg.get(key) is None:
             cfg[key] = DEFAULT_SEED if seed is None else seed
 
@@ -322,7 +403,15 @@ def _check_files(cfg: Config) -> None:
                 f"sparse_direction: {cfg['sparse_direction']}, supra_lambda: {cfg['supra_lambda']}; drop it."
             )
         if not os.path.isfile(cfg["calibration_path"]):
-            raise FileNotFoundError(f"calibration_path: there is no file {cfg['calibration_path']}.")
+            raise FileNotFoundError(
+                f"calibration_path: there is no file {cfg['calibration_path']}; axolotl supertune calibrate CONFIG "
+                "writes it."
+            )
+        if cfg.get("calibration_batch_size") is not None:
+            raise ValueError(
+                f"calibration_batch_size: {cfg['calibration_batch_size']} has no effect with calibration_path: "
+                f"{cfg['calibration_path']}; drop one of them."
+            )
     elif needed:
         check_source(cfg["calibration_dataset"])
     resume = cfg.get("resume_from_checkpoint")

@@ -1,6 +1,7 @@
 """`axolotl supertune …`: commands beside Axolotl's own."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,38 @@ from .tasks.contamination import contamination
 
 @click.group()
 def supertune() -> None:
-    """Super and Supra: plans, evaluation, contamination checks, and the cost of a training step."""
+    """Super and Supra: plans, calibration, evaluation, contamination checks, and the cost of a training step."""
 
 
 supertune.add_command(contamination)
 supertune.add_command(bench)
 supertune.add_command(plan)
+
+
+@supertune.command("calibrate")
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Default: the config's calibration_path, else OUTPUT_DIR/activation_norms.safetensors.",
+)
+@click.option(
+    "--stream", is_flag=True, help="Keep the model in CPU memory, with one decoder layer at a time on the device."
+)
+def calibrate(config: Path, output: Path | None, stream: bool) -> None:
+    """Measure the activation norms of CONFIG's base model on one device, and write them for calibration_path.
+
+    For models that a training holds only in shards, and to calibrate once for many runs.
+    """
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise click.ClickException(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this command runs in one process.")
+    from .precalibrate import calibrate_base
+
+    try:
+        path = calibrate_base(config, output, stream=stream)
+    except (ValueError, FileNotFoundError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"wrote {path}; calibration_path: {path} in the YAML uses it")
 
 
 @supertune.command("eval")

@@ -1,12 +1,16 @@
 """The Axolotl plugin: thin hooks that calibrate, adapt the model, and guard against an adapter nobody trained."""
 
+import contextlib
 import hashlib
 import importlib
 import io
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +20,32 @@ from axolotl.loaders import adapter as axolotl_adapter
 from axolotl.loaders import load_tokenizer
 from axolotl.loaders.adapter import _get_peft_task_type, find_all_linear_names
 from axolotl.loaders.utils import load_model_config
+from axolotl.utils.distributed import init_distributed_state
 from axolotl.utils.logging import get_logger
 from axolotl.utils.schemas.config import AxolotlInputConfig
 from axolotl.utils.train import determine_last_checkpoint
 from peft import PeftConfig, get_peft_model
 from rich.console import Console
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
 from . import checks, quantized_base
-from .calibration import ActivationNorms, calibrate
-from .callbacks import LogCost, RefuseUntrained, RequireAllTrained
+from .calibration import ActivationNorms, calibrate, streamed
+from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained
 from .corpus import calibration_windows
 from .ops.choice import described
+from .processes import Processes
 from .table import layer_table
-from .trained import check_not_the_start, check_resume, holds_adapter, load_trained, untrained, what_to_name
+from .trained import (
+    check_not_the_start,
+    check_resume,
+    check_same_everywhere,
+    check_saved,
+    holds_adapter,
+    load_trained,
+    untrained,
+    what_to_name,
+)
 from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.base import base_quantization
 from .tuner.model import layer_budgets
@@ -49,6 +65,11 @@ class SupertunePlugin(BasePlugin):
         self._calibrated: str | None = None
         self._untrained = False
         self._inference = False
+        self._processes: Processes | None = None
+        self._finished = False
+        self._resumes: Path | None = None
+        # `axolotl supertune calibrate`: the text is read whatever there is to resume.
+        self.calibrates_only = False
 
     def register(self, cfg: Any) -> None:
         """Check the raw YAML and fill in defaults; find the trained adapter for `axolotl inference`."""
@@ -82,26 +103,23 @@ class SupertunePlugin(BasePlugin):
         """Say how the base is quantized, and draw the calibration windows: text that is missing costs no model load."""
         self._windows = None
         self._calibrated = None
+        self._finished = False
         if cfg.adapter not in checks.ADAPTERS:
             return
+        self._processes = _processes()
         model_config = load_model_config(cfg)
         quantized_base.complete(cfg, model_config)
-        if not _is_new(cfg):
-            return
-        if _is_evaluation():
-            raise ValueError(untrained(cfg.output_dir))
-        if not cfg.calibration_path and checks.may_need_norms(cfg):
-            length = cfg.calibration_sequence_len
-            maximum = _max_positions(model_config)
-            self._windows = calibration_windows(
-                load_tokenizer(cfg),
-                cfg.calibration_dataset,
-                samples=cfg.calibration_samples,
-                sequence_len=length if maximum is None else min(length, maximum),
-                seed=cfg.calibration_seed,
-                split=cfg.calibration_split,
-                text_field=cfg.calibration_text_field,
-            )
+        if not self.calibrates_only:
+            if not _is_new(cfg):
+                return
+            if _is_evaluation():
+                raise ValueError(untrained(cfg.output_dir))
+        if cfg.calibration_path:
+            norms = ActivationNorms.load(cfg.calibration_path)
+            checks.check_provenance(cfg, norms.provenance, _max_positions(model_config))
+        elif checks.may_need_norms(cfg):
+            with self._processes.together("reading the calibration text"):
+                self._windows = self._processes.from_first(lambda: _windows(cfg, model_config))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
@@ -114,11 +132,18 @@ class SupertunePlugin(BasePlugin):
         """Load the adapter that `lora_model_dir` or a checkpoint names, else make a new one."""
         if cfg.adapter not in checks.ADAPTERS:
             return None
-        checks.check_one_process()
         if config_only:
             raise ValueError(f"rl: {cfg.rl} does not work with adapter: {cfg.adapter} yet.")
+        processes = self._processes = self._processes or _processes()
+        with processes.together("loading the adapter"):
+            model = self._load_adapter(model, cfg, inference)
+            check_same_everywhere(model, processes)
+        return model, model.peft_config["default"]
+
+    def _load_adapter(self, model: Any, cfg: Any, inference: bool) -> Any:
         frozen = inference or self._inference or bool(cfg.merge_lora)
         checkpoint = None if frozen else determine_last_checkpoint(cfg)
+        self._resumes = Path(checkpoint) if checkpoint else None
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
@@ -129,25 +154,52 @@ class SupertunePlugin(BasePlugin):
             model = self._new_adapter(model, cfg)
         line = _calibration_line(model, self._calibrated or "as the adapter was made")
         LOG.info("\n%s%s\nKernels: %s", _table(model), line, _kernels(model, cfg))
-        return model, model.peft_config["default"]
+        return model
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
         """Log what the run costs; stop an untrained adapter's evaluation, and an optimizer that leaves some out."""
         if cfg.adapter not in checks.ADAPTERS:
             return []
-        callbacks = [RequireAllTrained()]
+        if trainer.args.n_gpu > 1:
+            raise ValueError(
+                f"One process sees {trainer.args.n_gpu} GPUs and would train with torch.nn.DataParallel, whose copies "
+                "of the model the adapter does not follow: run one process per GPU (axolotl train CONFIG --launcher "
+                f"accelerate -- --num_processes {trainer.args.n_gpu}), or one GPU (CUDA_VISIBLE_DEVICES=0)."
+            )
+        fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if fsdp is not None:
+            # With bf16 Accelerate would gather U, L and R in bf16 and round their gradients; the base is bf16 already.
+            fsdp.mixed_precision_policy = replace(
+                fsdp.mixed_precision_policy or MixedPrecisionPolicy(), param_dtype=None, reduce_dtype=torch.float32
+            )
+        assert self._processes is not None, "load_adapter came first"
+        callbacks = [RequireAllTrained(), CheckSaves(self._processes, self._resumes)]
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
             callbacks.append(LogCost(trainer))
         if self._untrained:
             callbacks.append(RefuseUntrained(cfg.output_dir))
         return callbacks
 
+    def post_train(self, cfg: Any, model: Any) -> None:
+        """Check the final save. Axolotl calls this twice: when training ends, and when the adapter is saved."""
+        if cfg.adapter not in checks.ADAPTERS:
+            return
+        if self._finished and (self._processes is None or self._processes.is_first):
+            check_saved(model, Path(cfg.output_dir))
+        self._finished = True
+
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
+        assert self._processes is not None
+        processes = self._processes
         config = adapter_config(model, cfg)
         budgets = layer_budgets(model, config)
         _check_all_matched(cfg, budgets)
-        if config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
-            config.activation_norms = self._norms(model, cfg, list(budgets))
+        # Then process 0 alone holds weights to choose from, and FSDP sends them to the others when it shards.
+        alone = bool(cfg.fsdp_config and cfg.fsdp_config.cpu_ram_efficient_loading)
+        if alone and not processes.is_first:
+            config.support = "saved"
+        elif config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
+            config.activation_norms = self._norms(model, cfg, list(budgets), alone=alone)
         seed = checks.DEFAULT_SEED if cfg.seed is None else cfg.seed
         # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
         with torch.random.fork_rng(devices=[]):
@@ -155,18 +207,43 @@ class SupertunePlugin(BasePlugin):
             adapted = get_peft_model(model, config)
         if hasattr(axolotl_adapter, "reinit_lora_from_seed"):
             _draw_by_name(adapted, seed)
+        if alone:
+            _take_supports_of_first(adapted, processes)
         return adapted
 
-    def _norms(self, model: Any, cfg: Any, layers: list[str]) -> ActivationNorms:
+    def _norms(self, model: Any, cfg: Any, layers: list[str], *, alone: bool) -> ActivationNorms:
         if cfg.calibration_path:
             norms = ActivationNorms.load(cfg.calibration_path)
             norms.check_model(model, f"calibration_path: the norms in {cfg.calibration_path}")
             self._calibrated = f"read from {cfg.calibration_path}"
             return norms
-        windows = self._windows
-        if windows is None:
+        # What FSDP is to shard waits on the CPU, and may be too large for one device.
+        stream = bool(cfg.fsdp_config) and model.device.type == "cpu"
+        norms, seconds = self.measured_norms(model, cfg, layers, stream=stream, alone=alone)
+        processes = self._processes
+        assert processes is not None
+        several = processes.world > 1 and not alone
+        self._calibrated = f"{seconds:.1f} s" + (f" in {processes.world} processes" if several else "")
+        path = Path(cfg.output_dir) / NORMS_FILE
+        if processes.is_first:
+            norms.save(path)
+            LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
+        return norms
+
+    def measured_norms(
+        self, model: Any, cfg: Any, layers: list[str], *, stream: bool = False, alone: bool = False
+    ) -> tuple[ActivationNorms, float]:
+        """Norms on the windows of `pre_model_load`, and the seconds that they took.
+
+        Args:
+            model, layers: the base model and the layers that are adapted.
+            stream: the model lies on the CPU and stays there; its decoder layers visit the device one at a time.
+            alone: the other processes have no weights and do not call this; else each takes a part of the windows.
+        """
+        windows, processes = self._windows, self._processes
+        if windows is None or processes is None:
             raise RuntimeError("no calibration windows were drawn: pre_model_load did not run before load_adapter.")
-        if torch.device(cfg.device).type != "cpu" and model.device.type == "cpu":
+        if not stream and torch.device(cfg.device).type != "cpu" and model.device.type == "cpu":
             model.to(cfg.device)
         provenance = {
             "model": cfg.base_model,
@@ -177,14 +254,69 @@ class SupertunePlugin(BasePlugin):
             "seed": cfg.calibration_seed,
             "sequence_len": windows.shape[1],
         }
-        start = time.perf_counter()
+        # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
         batches = windows.split(cfg.calibration_batch_size)
-        norms = calibrate(model, batches, layers=layers, provenance=provenance, total_tokens=windows.numel())
-        self._calibrated = f"{time.perf_counter() - start:.1f} s"
-        path = Path(cfg.output_dir) / NORMS_FILE
-        norms.save(path)
-        LOG.info("Activation norms saved to %s; calibration_path reuses them.", path)
-        return norms
+        if not alone:
+            batches = batches[processes.rank :: processes.world]
+        start = time.perf_counter()
+        with streamed(model, cfg.device) if stream else contextlib.nullcontext():
+            norms = calibrate(
+                model,
+                batches,
+                layers=layers,
+                provenance=provenance,
+                total_tokens=sum(batch.numel() for batch in batches),
+                progress=processes.is_first,
+                sum_processes=None if alone else processes.sum,
+            )
+        return norms, time.perf_counter() - start
+
+
+def _processes() -> Processes:
+    """The processes of this run.
+
+    Raises:
+        ValueError: the launcher started several, and they do not know of each other.
+    """
+    seconds = float(os.environ.get("AXOLOTL_NCCL_TIMEOUT", 1800))  # Axolotl's own, for its own group
+    init_distributed_state()
+    if checks.on_cpus() and not torch.distributed.is_initialized():
+        # Accelerate would do the same, but only when the Trainer is made.
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    checks.check_processes_know_each_other(torch.distributed.is_initialized())
+    return Processes(seconds, "AXOLOTL_NCCL_TIMEOUT=SECONDS waits longer.")
+
+
+def _windows(cfg: Any, model_config: Any) -> torch.Tensor:
+    """The calibration windows that the keys describe, no longer than the model takes."""
+    length = cfg.calibration_sequence_len
+    maximum = _max_positions(model_config)
+    return calibration_windows(
+        load_tokenizer(cfg),
+        cfg.calibration_dataset,
+        samples=cfg.calibration_samples,
+        sequence_len=length if maximum is None else min(length, maximum),
+        seed=cfg.calibration_seed,
+        split=cfg.calibration_split,
+        text_field=cfg.calibration_text_field,
+    )
+
+
+def _take_supports_of_first(model: Any, processes: Processes) -> None:
+    """Give the adapters of all processes the supports that process 0 chose."""
+    config = model.peft_config["default"]
+    config.support = "select"  # chosen, by whichever process
+    config.calibration = processes.from_first(lambda: config.calibration)
+    layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
+    chosen = [layer for layer in layers if "default" in layer.supra_indices]
+    here = [layer.supra_indices["default"] for layer in chosen]
+    supports = [each.cpu() if processes.is_first else torch.empty(each.shape, dtype=each.dtype) for each in here]
+    processes.broadcast(supports)
+    if not processes.is_first:
+        for layer, support in zip(chosen, supports, strict=True):
+            layer.take_support("default", support)
+        for layer in layers:
+            layer.supra_unloaded.pop("default", None)
 
 
 def _draw_by_name(model: Any, seed: int) -> None:
@@ -266,6 +398,8 @@ def _table(model: Any) -> str:
 
 def _kernels(model: Any, cfg: Any) -> str:
     """What will compute the adapted layers; the model may still be on its way to the device."""
+    if cfg.fsdp_config:
+        return "reference, not Triton: FSDP gathers the weights for every use, and the kernels write into weights"
     device = torch.device(cfg.device or "cpu")
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtypes = [dtype for key, dtype in mixed.items() if cfg.get(key) and cfg.get(key) != "full"]

@@ -1,4 +1,5 @@
-"""Adapters that exist already: which one a command means, whether it is whole, whether the YAML agrees with it."""
+"""Adapters that exist: which one a command means, whether it is whole and the same in all processes, whether the YAML
+agrees with it."""
 
 import json
 import os
@@ -8,8 +9,12 @@ from typing import Any
 import safetensors
 from axolotl.utils.logging import get_logger
 from peft import PeftConfig, PeftModel
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from .tuner import SupraConfig
+from .processes import Processes, digest_of
+from .tuner import SupraConfig, SupraLayer
 
 LOG = get_logger(__name__)
 
@@ -124,3 +129,108 @@ def load_trained(model: Any, cfg: Any, folder: str, asked: SupraConfig, trainabl
         LOG.info("Loading the adapter in %s, not one in output_dir (%s).", folder, cfg.output_dir)
     placement = {"max_memory": {"cpu": "256GiB"}, "device_map": {"": "cpu"}} if cfg.lora_on_cpu else {}
     return PeftModel.from_pretrained(model, folder, is_trainable=trainable, **placement)
+
+
+def adapter_tensors(model: Any) -> dict[str, Tensor]:
+    """Every tensor of the adapter `default`, by its name in a file of it; of a sharded one, the whole is meant.
+
+    Wrappers of DDP, torch.compile and activation checkpointing leave no trace in the names.
+    """
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        plain = _plain(name)
+        if isinstance(module, SupraLayer):
+            for tensor in module.tensor_names("default"):
+                store = tensor.removesuffix(".default")
+                found[f"{plain}.{store}"] = getattr(module, store)["default"]
+        elif isinstance(module, ModulesToSaveWrapper) and "default" in module.modules_to_save:
+            copy = module.modules_to_save["default"]
+            held = (*copy.named_parameters(), *copy.named_buffers())
+            found.update({f"{plain}.{_plain(tensor)}": value for tensor, value in held})
+    return found
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
+
+
+def check_saved(model: Any, folder: Path, *, values: bool = False, reads: bool = True) -> None:
+    """Raise RuntimeError unless the adapter file in `folder` is the model's adapter: every tensor, whole.
+
+    What shards a model has lost parts of adapters before, without a word.
+
+    Args:
+        model: the adapted model, sharded or not.
+        folder: a saved adapter.
+        values: compare U, L and R too; of a sharded model they are gathered, so every process must call this.
+        reads: whether this process reads the file; the others help to gather.
+    """
+    expected = adapter_tensors(model)
+    if values:
+        expected = {name: whole(tensor) for name, tensor in expected.items()}
+    if not reads:
+        return
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise RuntimeError(f"{folder} was saved without {path.name}: the adapter is not in it.")
+    problems = []
+    with safetensors.safe_open(os.fspath(path), framework="pt") as saved:
+        there = set(saved.keys())
+        for name, tensor in expected.items():
+            if name not in there:
+                problems.append(f"{name} is missing")
+                continue
+            shape = tuple(saved.get_slice(name).get_shape())
+            if shape != tuple(tensor.shape):
+                problems.append(f"{name} has shape {shape}, the model's {tuple(tensor.shape)}")
+            elif (values or name.endswith(".supra_indices")) and not _equal(saved.get_tensor(name), tensor):
+                problems.append(f"{name} has other values")
+    problems += [f"{name} is not the model's" for name in sorted(there - expected.keys())]
+    if problems:
+        raise RuntimeError(
+            f"{path} is not the adapter that the model has: {problems[0]}"
+            + (f" ({len(problems)} tensors are wrong)" if len(problems) > 1 else "")
+            + ". Do not go on from it; please report this, with the versions of axolotl, accelerate and peft."
+        )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor, gathered if it is sharded; then every process must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _equal(saved: Tensor, tensor: Tensor) -> bool:
+    return saved.equal(tensor.detach().to("cpu", saved.dtype))
+
+
+def check_same_everywhere(model: Any, processes: Processes) -> None:
+    """Raise ValueError, naming the layer, unless every process has the same adapter: supports and start values."""
+    if processes.world == 1:
+        return
+    digests = {
+        name: {store: _digest(getattr(module, store)["default"]) for store in _stores(module)}
+        for name, module in model.named_modules()
+        if isinstance(module, SupraLayer)
+    }
+    everywhere = processes.gather(digests)
+    for name, here in everywhere[0].items():
+        for rank, there in enumerate(everywhere):
+            others = there.get(name, {})
+            differs = [store for store in here if others.get(store, "none") not in (here[store], None)]
+            if differs:
+                raise ValueError(
+                    f"{name}: {differs[0]} of process {rank} is not that of process 0: the processes started from "
+                    "different base models, calibration texts or adapters. Give all of them the same files."
+                )
+
+
+def _digest(tensor: Tensor) -> str | None:
+    """None for a tensor that is still to come from process 0."""
+    return None if tensor.is_meta else digest_of(tensor)
+
+
+def _stores(layer: SupraLayer) -> list[str]:
+    return [name.removesuffix(".default") for name in layer.tensor_names("default")]

@@ -121,6 +121,11 @@ class SupraLayer(BaseTunerLayer):
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
+    def take_support(self, adapter_name: str, support: Tensor) -> None:
+        """Use a support that another process chose, whose U, L and R are still to come or are what they are here."""
+        self.supra_indices[adapter_name] = support
+        self.forget()
+
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move one adapter beside the base weight, dtypes unchanged.
 
@@ -230,7 +235,8 @@ class SupraLayer(BaseTunerLayer):
         if names[0] not in self.supra_values and names[0] not in self.supra_L:
             return False
         weight = self.base_layer.weight
-        if tensor_obstacle(x, weight, self.sparse_parts(names), self.low_rank_parts(names)) is not None:
+        parts = self.sparse_parts(names), self.low_rank_parts(names)
+        if tensor_obstacle(x, weight, *parts, sharded=_is_sharded(self.base_layer)) is not None:
             return False
         return x.device.type == "cuda" or requested() == "triton"
 
@@ -240,7 +246,13 @@ class SupraLayer(BaseTunerLayer):
         if not sparse and not low_rank:
             return None
         base = self.base_layer
-        if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
+        sharded = _is_sharded(base)
+        if sharded and self._entry is not None and self._entry.written:
+            raise RuntimeError(
+                f"{self.supra_layer}: the model was sharded while the adapter's values were written into its weights, "
+                "and the shards hold them now. Call model.state_dict() before fully_shard: it puts the weights back."
+            )
+        if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer, sharded=sharded):
             return None
         from ..ops.fused import Layer
         from ..ops.inplace import Entry, Sweep
@@ -480,6 +492,11 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def __repr__(self) -> str:
         return f"supra.{super().__repr__()}"
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` manages the tensors of a module; it marks them so for torch.compile."""
+    return getattr(module, "_is_fsdp_managed_module", False)
 
 
 def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:

@@ -6,7 +6,14 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from axolotl_supertune.checks import OWN_KEYS, SHARED_KEYS, method_config, prepare
+from axolotl_supertune.checks import (
+    OWN_KEYS,
+    SHARED_KEYS,
+    check_processes_know_each_other,
+    method_config,
+    on_cpus,
+    prepare,
+)
 
 
 class OtherArgs(BaseModel):
@@ -65,7 +72,6 @@ def no_model_loads(monkeypatch):
         ({"rl": "dpo"}, r"rl: dpo does not work with adapter: supra"),
         ({"fsdp": ["full_shard"]}, r"FSDP1"),
         ({"fsdp_config": {"fsdp_version": 1}}, r"fsdp_version: 1 is FSDP1"),
-        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, r"FSDP2 does not work .* yet"),
         ({"deepspeed": "zero2.json"}, r"deepspeed: zero2\.json"),
         ({"load_in_4bit": True, "load_in_8bit": True}, r"load_in_4bit: true and load_in_8bit: true"),
         ({"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, r"bnb_config_kwargs: .*fp4.* has no effect without"),
@@ -99,10 +105,95 @@ def test_a_bad_key_is_refused(settings, load, changes, message):
         load(settings(**changes))
 
 
-def test_several_processes_are_refused(settings, load, monkeypatch):
+FSDP2 = {"reshard_after_forward": True, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fsdp_config": {**FSDP2, "state_dict_type": "SHARDED_STATE_DICT"}}, r"fsdp_config\.state_dict_type: SHARDED"),
+        ({"fsdp_config": {**FSDP2, "final_state_dict_type": "SHARDED_STATE_DICT"}}, r"final_state_dict_type: SHARDED"),
+        ({"fsdp_config": {**FSDP2, "offload_params": True}}, r"fsdp_config\.offload_params: true keeps supports"),
+        ({"fsdp_config": {**FSDP2, "fsdp_offload_params": True}}, r"fsdp_config\.offload_params: true keeps supports"),
+        ({"fsdp_config": FSDP2, "torch_compile": True}, r"torch_compile: true was not tried with FSDP2"),
+        ({"fsdp_config": FSDP2, "dp_replicate_size": 2}, r"dp_replicate_size: 2 was not tried"),
+        ({"fsdp": ["full_shard"], "fsdp_config": FSDP2}, r"fsdp: \['full_shard'\] is how FSDP1 was configured"),
+        ({"fsdp": ["full_shard"]}, r"is how FSDP1 was configured"),
+    ],
+    ids=str,
+)
+def test_what_fsdp2_cannot_do_is_refused(monkeypatch, changes, message):
+    monkeypatch.setattr("axolotl_supertune.checks.installed", lambda package: "0.21.0")
+    with pytest.raises(ValueError, match=message):
+        prepare(
+            {"adapter": "supra", "supra_lambda": 1, "fsdp_version": 2, **changes}, KNOWN | {"torch_compile", "fsdp"}
+        )
+
+
+def test_fsdp2_is_taken_from_axolotl_0_21_on(monkeypatch):
+    cfg = {"adapter": "supra", "supra_lambda": 1, "fsdp_version": 2, "fsdp_config": dict(FSDP2)}
+    monkeypatch.setattr("axolotl_supertune.checks.installed", lambda package: "0.19.0")
+    with pytest.raises(ValueError, match=r"FSDP2 does not work with adapter: supra under Axolotl 0\.19\.0: "):
+        prepare(cfg, KNOWN)
+    monkeypatch.setattr("axolotl_supertune.checks.installed", lambda package: "0.21.0")
+    prepare(cfg, KNOWN)
+    prepare(cfg, KNOWN)
+    assert cfg["fsdp_config"] == {**FSDP2, "state_dict_type": "FULL_STATE_DICT"}
+
+
+def test_fsdp2_keeps_the_adapter_in_fp32():
+    from types import SimpleNamespace
+
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from axolotl_supertune import SupertunePlugin
+    from axolotl_supertune.processes import Processes
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fsdp = SimpleNamespace(mixed_precision_policy=policy)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(n_gpu=1), accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=fsdp))
+    )
+    plugin = SupertunePlugin()
+    plugin._processes = Processes(1.0, "")
+    plugin.add_callbacks_post_trainer(SimpleNamespace(adapter="supra"), trainer)
+    assert (fsdp.mixed_precision_policy.param_dtype, fsdp.mixed_precision_policy.reduce_dtype) == (None, torch.float32)
+
+
+def test_supports_are_not_broadcast_at_every_step(settings, load, monkeypatch):
+    assert load(settings()).ddp_broadcast_buffers is None
+    assert load(settings(ddp_broadcast_buffers=False)).ddp_broadcast_buffers is False
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*Run one"):
-        load(settings())
+    cfg = {"adapter": "supra", "supra_lambda": 1}
+    prepare(cfg, KNOWN)
+    assert cfg["ddp_broadcast_buffers"] is False
+    with pytest.raises(ValueError, match=r"ddp_broadcast_buffers: true would send every support"):
+        prepare({**cfg, "ddp_broadcast_buffers": True}, KNOWN)
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    assert not on_cpus()
+    check_processes_know_each_other(True)
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2, but these processes do not know .*ACCELERATE_USE_CPU=true"):
+        check_processes_know_each_other(False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert on_cpus()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not on_cpus()
+    check_processes_know_each_other(False)
+
+
+def test_one_process_with_several_gpus_is_refused():
+    from types import SimpleNamespace
+
+    from axolotl_supertune import SupertunePlugin
+
+    trainer = SimpleNamespace(args=SimpleNamespace(n_gpu=4))
+    with pytest.raises(ValueError, match=r"sees 4 GPUs .*DataParallel.*--num_processes 4"):
+        SupertunePlugin().add_callbacks_post_trainer(SimpleNamespace(adapter="supra"), trainer)
 
 
 def test_text_too_short_is_refused_before_the_model_loads(settings, train):

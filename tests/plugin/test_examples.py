@@ -15,6 +15,9 @@ LLAMA = {
     "meta-llama/Meta-Llama-3-8B": LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
     ),
+    "meta-llama/Meta-Llama-3-70B": LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+    ),
     "meta-llama/Llama-3.2-1B": LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8
     ),
@@ -22,6 +25,7 @@ LLAMA = {
 }
 YAMLS = sorted(EXAMPLES.glob("*.yml"))
 PAPER = [path for path in YAMLS if path.name.startswith("llama3")]
+PROCESSES = {"llama3-8b-supra-fsdp2.yml": 4, "llama3-70b-supra-fsdp2.yml": 8}
 
 
 @pytest.fixture
@@ -31,6 +35,9 @@ def in_a_new_folder(tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     (tmp_path / "outputs/quickstart").mkdir(parents=True)
     (tmp_path / "outputs/quickstart/calibration.txt").write_text("text")
+    (tmp_path / "outputs/llama3-70b-supra-fsdp2").mkdir()
+    (tmp_path / "outputs/llama3-70b-supra-fsdp2/norms.safetensors").write_text("calibrated beforehand")
+    monkeypatch.setattr("axolotl_supertune.checks.installed", lambda package: "0.21.0")  # what FSDP2 asks for
 
     def config_folder(name):
         folder = tmp_path / "config"
@@ -48,6 +55,7 @@ def test_there_are_examples():
         "llama3-8b-supra-magnitude.yml",
         "llama3.2-1b-supra.yml",
         "llama3-8b-qsupra.yml",
+        *PROCESSES,
     }
 
 
@@ -74,8 +82,11 @@ def test_an_example_is_a_valid_config(path, in_a_new_folder):
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.name)
 def test_the_llama_examples_have_the_papers_settings(path):
     raw = yaml.safe_load(path.read_text())
-    expected = {"lora_r": 8, "micro_batch_size": 16, "sequence_len": 256, "warmup_steps": 100, "weight_decay": 0.0}
+    expected = {"lora_r": 8, "sequence_len": 256, "warmup_steps": 100, "weight_decay": 0.0}
     assert {key: raw[key] for key in expected} == expected
+    processes = PROCESSES.get(path.name, 1)
+    assert raw["micro_batch_size"] * raw["gradient_accumulation_steps"] * processes == 16
+    assert processes == 1 or f"--num_processes {processes}\n" in path.read_text()
     assert raw["optimizer"].startswith("adamw")
     assert raw["datasets"][0]["path"] == "openai/gsm8k"
 

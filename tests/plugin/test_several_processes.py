@@ -1,0 +1,250 @@
+"""`axolotl train` in two processes on the CPU: what one process gives with the same global batch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from axolotl_supertune import ActivationNorms
+from axolotl_supertune.processes import Processes
+from axolotl_supertune.trained import adapter_tensors, check_same_everywhere, check_saved
+
+PACKAGE = Path(__file__).parents[2]
+
+
+# Where several processes train on CPUs the Trainer loads an optimizer onto "cpu:0", and torch knows "cpu" alone; and
+# Axolotl asks for the GPUs' peer access wherever torch was built for CUDA.
+TRAIN = """
+import os, runpy, sys, torch
+import axolotl.utils.trainer
+axolotl.utils.trainer.check_cuda_p2p_ib_support = lambda: True
+put = lambda storage, location: storage if location.startswith("cpu:") else None
+torch.serialization.register_package(0, lambda storage: None, put)
+{more}
+runpy.run_module("axolotl.cli.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def launch(write, tmp_path):
+    """A function (mapping, code to run first) → (exit status, output) of `axolotl train` in two processes."""
+
+    def launch(mapping, more=""):
+        script = tmp_path / "train.py"
+        script.write_text(TRAIN.format(more=more))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+        environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1", "AXOLOTL_NCCL_TIMEOUT": "100"}
+        ran = subprocess.run(
+            [*command, write(mapping, "several.yml")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        return ran.returncode, ran.stdout
+
+    return launch
+
+
+@pytest.fixture
+def even_settings(settings, problems, tmp_path):
+    """`settings` for runs that are to be equal: Axolotl averages the processes' mean losses, so every answer is of one
+    length; no dropout, whose masks depend on the process; the smallest batches."""
+    data = tmp_path / "even.jsonl"
+    records = [json.loads(line) for line in problems[0].read_text().splitlines()]
+    data.write_text("".join(json.dumps({**record, "output": "The answer is seven."}) + "\n" for record in records))
+
+    def make(processes, name, **changes):
+        return settings(
+            datasets=[{"path": str(data), "type": "alpaca"}],
+            dataset_prepared_path=str(tmp_path / "prepared"),
+            output_dir=str(tmp_path / name),
+            micro_batch_size=2 // processes,
+            calibration_batch_size=1,
+            val_set_size=0,
+            eval_steps=None,
+            lora_dropout=0.0,
+            max_memory={"cpu": "8GiB"},
+            **changes,
+        )
+
+    return make
+
+
+def losses_in(mapping):
+    state = json.loads((Path(mapping["output_dir"]) / "checkpoint-8/trainer_state.json").read_text())
+    return torch.tensor([entry["loss"] for entry in state["log_history"] if "loss" in entry])
+
+
+def assert_equal_runs(here, there):
+    """Losses within 1e-5, supports and shapes equal, U, L and R within 2e-3 of values that reach 0.03."""
+    torch.testing.assert_close(losses_in(here), losses_in(there), rtol=1e-5, atol=0)
+    one, two = (load_file(Path(each["output_dir"]) / "adapter_model.safetensors") for each in (here, there))
+    assert one.keys() == two.keys()
+    assert max(tensor.abs().max() for name, tensor in one.items() if "supra_values" in name) > 0.01
+    for name, tensor in one.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(two[name], tensor, rtol=0, atol=2e-3)
+        else:
+            assert torch.equal(two[name], tensor), name
+
+
+def test_two_processes_train_as_one_and_resume_each_other(even_settings, train, launch, base):
+    one, two = even_settings(1, "one"), even_settings(2, "two")
+    train(one)
+    status, output = launch(two)
+    assert status == 0, output
+    assert_equal_runs(one, two)
+    norms = [ActivationNorms.load(Path(each["output_dir"]) / "activation_norms.safetensors") for each in (one, two)]
+    assert norms[0].provenance == norms[1].provenance
+    assert all(torch.equal(norm, norms[1][layer]) for layer, norm in norms[0].norms.items())
+    assert "s in 2 processes" in output
+
+    # The kernels' plans and a broadcast per step would show here: the supports in the checkpoints are the first ones.
+    for step in (4, 8):
+        at = load_file(Path(two["output_dir"]) / f"checkpoint-{step}/adapter_model.safetensors")
+        final = load_file(Path(two["output_dir"]) / "adapter_model.safetensors")
+        assert at.keys() == final.keys()
+        assert all(torch.equal(at[name], final[name]) for name in at if "indices" in name)
+
+    from_one = even_settings(2, "from_one", resume_from_checkpoint=str(Path(one["output_dir"]) / "checkpoint-4"))
+    status, output = launch(from_one)
+    assert status == 0, output
+    assert "Calibrating" not in output
+    assert_equal_runs(one, from_one)
+    from_two = even_settings(1, "from_two", resume_from_checkpoint=str(Path(two["output_dir"]) / "checkpoint-4"))
+    train(from_two)
+    assert_equal_runs(one, from_two)
+
+
+FAILS = """
+import axolotl_supertune.plugin as plugin
+def fail(*args, **kwargs): raise MemoryError("no memory on this card")
+if os.environ["RANK"] == "1": plugin.calibrate = fail
+"""
+
+
+def test_one_process_that_fails_ends_all_with_its_error(settings, launch):
+    mapping = settings(max_memory={"cpu": "8GiB"}, val_set_size=0, eval_steps=None)
+    status, output = launch(mapping, more=FAILS)
+    assert status != 0
+    assert "MemoryError: no memory on this card" in output
+    assert "process 1 of 2 failed while loading the adapter: MemoryError: no memory on this card" in output
+    assert not (Path(mapping["output_dir"]) / "activation_norms.safetensors").exists()
+
+
+class Alike(Processes):
+    """Two processes of which this is one and `other` is what the other one would say."""
+
+    def __init__(self, other):
+        super().__init__(1.0, "")
+        self.world, self._other = 2, other
+
+    def gather(self, value):
+        return [value, self._other(value)]
+
+
+def test_unequal_supports_are_an_error_that_names_the_layer(adapted):
+    check_same_everywhere(adapted, Alike(lambda digests: digests))
+    layer = "base_model.model.model.layers.1.self_attn.v_proj"
+    other = lambda digests: {**digests, layer: {**digests[layer], "supra_indices": ""}}  # noqa: E731
+    with pytest.raises(ValueError, match=rf"{layer}: supra_indices of process 1 is not that of process 0"):
+        check_same_everywhere(adapted, Alike(other))
+
+
+@pytest.fixture
+def adapted(base):
+    from peft import get_peft_model
+
+    from axolotl_supertune import SupraConfig
+
+    config = SupraConfig(mask_score="magnitude", task_type="CAUSAL_LM", modules_to_save=["embed_tokens"])
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "DDP", "checkpointed"])
+def test_a_whole_save_passes(adapted, tmp_path, wrapper):
+    adapted.save_pretrained(tmp_path)
+    model = adapted
+    if wrapper == "DDP":
+        model = torch.nn.Module()
+        model.module = adapted
+    if wrapper == "checkpointed":
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        layers = adapted.base_model.model.model.layers
+        layers[0] = checkpoint_wrapper(layers[0])
+    assert adapter_tensors(model).keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
+    check_saved(model, tmp_path)
+
+
+KEY = "base_model.model.model.layers.1.mlp.up_proj.supra_"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda saved: saved.pop(f"{KEY}L"), r"up_proj\.supra_L is missing\."),
+        (lambda saved: saved.update({f"{KEY}R": saved[f"{KEY}R"][:1]}), r"supra_R has shape \(1, 64\), the model's"),
+        (lambda saved: saved.update({f"{KEY}values": saved[f"{KEY}values"][:5]}), r"supra_values has shape \(5,\)"),
+        (lambda saved: saved[f"{KEY}indices"].add_(1), r"supra_indices has other values"),
+        (lambda saved: saved.update({"lora_A": torch.ones(1)}), r"lora_A is not the model's"),
+        (
+            lambda saved: [saved.pop(name) for name in list(saved) if ".layers.0." in name],
+            r"is missing \(\d\d tensors are wrong\)",
+        ),
+    ],
+)
+def test_a_lost_shard_is_an_error(adapted, tmp_path, damage, message):
+    adapted.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    saved = load_file(path)
+    damage(saved)
+    save_file(saved, path)
+    with pytest.raises(RuntimeError, match=message):
+        check_saved(adapted, tmp_path)
+
+
+def test_a_checkpoint_that_another_adapter_came_out_of_stops_the_run(settings, train, monkeypatch):
+    from axolotl.core.trainers.base import AxolotlTrainer
+
+    mapping = settings(max_steps=2, save_steps=2, eval_steps=None)
+    train(mapping)
+
+    def damaging(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        layer = self.model.base_model.model.model.layers[1].mlp.up_proj
+        layer.supra_values["default"].data[0] += 1e-3
+
+    original = AxolotlTrainer._load_from_checkpoint
+    monkeypatch.setattr(AxolotlTrainer, "_load_from_checkpoint", damaging)
+    with pytest.raises(RuntimeError, match=r"checkpoint-2/adapter_model\.safetensors is not .*up_proj\.supra_values "):
+        train({**mapping, "max_steps": 4, "auto_resume_from_checkpoints": True})
+
+
+@pytest.mark.parametrize("where", ["checkpoint-2", "adapter"])
+def test_a_save_that_loses_a_shard_stops_the_run(settings, train, monkeypatch, where):
+    from peft import PeftModel
+
+    original = PeftModel.save_pretrained
+
+    def lossy(self, folder, *args, **kwargs):
+        original(self, folder, *args, **kwargs)
+        if Path(folder).name == where:
+            path = Path(folder) / "adapter_model.safetensors"
+            saved = load_file(path)
+            saved.pop(f"{KEY}R")
+            save_file(saved, path)
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", lossy)
+    with pytest.raises(
+        RuntimeError, match=rf"{where}/adapter_model\.safetensors is not the adapter .*supra_R is missing"
+    ):
+        train(settings(max_steps=2, save_steps=2, eval_steps=None))
