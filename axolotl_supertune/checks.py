@@ -297,6 +297,11 @@ def _set_quantization(cfg: Config) -> None:
             )
     if not asked:
         return
+    if cfg.get("fsdp_config"):
+        raise ValueError(
+            f"{asked[0]}: true was not tried with FSDP2, which would shard packed codes; remove fsdp_config (DDP keeps "
+            "the quantized base on every GPU) or load the base in bf16."
+        )
     overrides = dict(cfg.get("overrides_of_model_kwargs") or {})
     placeholder = {asked[0]: True}
     if overrides.get("quantization_config") not in (None, placeholder):

@@ -366,9 +366,7 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
             refusals.append(message)
             named = _REMOVABLE.match(message)
             key = named["key"] if named else ""
-            if message.startswith("WORLD_SIZE="):
-                gpus = 1
-            elif key.startswith("fsdp"):
+            if key.startswith("fsdp"):
                 left = {name: value for name, value in left.items() if not name.startswith("fsdp")}
             elif key in left and (key not in budget_keys or key.startswith("calibration_")):
                 del left[key]

@@ -55,6 +55,11 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
             f"mask_score: {cfg.mask_score}, sparse_direction: {cfg.sparse_direction}, supra_lambda: "
             f"{cfg.supra_lambda} need no activation norms: there is nothing to calibrate."
         )
+    if stream and (cfg.load_in_4bit or cfg.load_in_8bit):
+        raise ValueError(
+            "--stream moves layers between devices, and bitsandbytes quantizes them on the way: leave it out, a "
+            "quantized base is small; or drop load_in_4bit and load_in_8bit."
+        )
     plugin = next(each for each in PluginManager.get_instance().plugins.values() if isinstance(each, SupertunePlugin))
     plugin.calibrates_only = True
     if stream:

@@ -78,6 +78,13 @@ def test_what_it_refuses(settings, write, run, changes, message, tmp_path):
     assert not (tmp_path / "norms.safetensors").exists()
 
 
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_a_quantized_base_is_not_streamed(settings, write, run, key):
+    result = run(write(settings(**{key: True})), "--stream")
+    assert result.exit_code == 1
+    assert "--stream moves layers between devices" in result.output
+
+
 def test_several_processes_are_refused(settings, write, run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = run(write(settings()))

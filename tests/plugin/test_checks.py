@@ -117,6 +117,8 @@ FSDP2 = {"reshard_after_forward": True, "transformer_layer_cls_to_wrap": "LlamaD
         ({"fsdp_config": {**FSDP2, "fsdp_offload_params": True}}, r"fsdp_config\.offload_params: true keeps supports"),
         ({"fsdp_config": FSDP2, "torch_compile": True}, r"torch_compile: true was not tried with FSDP2"),
         ({"fsdp_config": FSDP2, "dp_replicate_size": 2}, r"dp_replicate_size: 2 was not tried"),
+        ({"fsdp_config": FSDP2, "load_in_4bit": True}, r"load_in_4bit: true was not tried with FSDP2"),
+        ({"fsdp_config": FSDP2, "load_in_8bit": True}, r"load_in_8bit: true was not tried with FSDP2"),
         ({"fsdp": ["full_shard"], "fsdp_config": FSDP2}, r"fsdp: \['full_shard'\] is how FSDP1 was configured"),
         ({"fsdp": ["full_shard"]}, r"is how FSDP1 was configured"),
     ],

@@ -124,6 +124,14 @@ def test_two_processes_train_as_one_and_resume_each_other(even_settings, train, 
     assert_equal_runs(one, from_two)
 
 
+def test_two_processes_train_a_4_bit_base_as_one(even_settings, train, launch):
+    one, two = even_settings(1, "one", load_in_4bit=True), even_settings(2, "two", load_in_4bit=True)
+    train(one)
+    status, output = launch(two)
+    assert status == 0, output
+    assert_equal_runs(one, two)
+
+
 FAILS = """
 import axolotl_supertune.plugin as plugin
 def fail(*args, **kwargs): raise MemoryError("no memory on this card")
