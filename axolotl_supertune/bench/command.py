@@ -24,6 +24,37 @@ from .report import add_ratios, draw, markdown, print_table
 DEFAULT_OUTPUT = Path("outputs/bench")
 VARIABLE = "SUPERTUNE_KERNELS"  # of ops.choice, which loads torch
 PACKAGES = ("axolotl-supertune", "torch", "peft", "transformers", "triton", "bitsandbytes")
+# Keys of a YAML and the fields of a Job that they set; and those that cost, and set none.
+_READ = {
+    "lora_r": "r0",
+    "supra_lambda": "supra_lambda",
+    "lora_dropout": "lora_dropout",
+    "micro_batch_size": "batch_size",
+    "sequence_len": "sequence_len",
+    "attn_implementation": "attn_implementation",
+    "gradient_checkpointing": "gradient_checkpointing",
+}
+_COSTLY = {
+    "sample_packing",
+    "torch_compile",
+    "load_in_4bit",
+    "load_in_8bit",
+    "lora_target_modules",
+    "lora_modules_to_save",
+    "sparse_direction",
+    "sparse_density",
+    "optimizer",
+    "gradient_accumulation_steps",
+    "fsdp_config",
+    "deepspeed",
+    "cut_cross_entropy",
+    "chunked_cross_entropy",
+    "lora_mlp_kernel",
+    "lora_qkv_kernel",
+    "lora_o_kernel",
+    "activation_offloading",
+    "unfrozen_parameters",
+}
 # A step of more would take minutes on a CPU and say nothing about a GPU.
 _CPU_PARAMETERS = 200_000_000
 _CPU_CALIBRATION: dict[str, Any] = {"calibration_samples": 8, "calibration_sequence_len": 64}
@@ -81,6 +112,9 @@ def bench(
         click.echo("No GPU is used: these are CPU numbers of a small shape, and not the claim.", err=True)
     if model is not None and model not in SHAPES:
         click.echo(f"{model}: shape and settings are read, the weights are random.", err=True)
+        unread = _unread(model)
+        if unread:
+            click.echo(f"{model}: not read, though a training's step depends on them: {', '.join(unread)}.", err=True)
     if profile:
         import peft
 
@@ -239,15 +273,18 @@ def _yaml_settings(path: str) -> dict[str, Any]:
             f"base_model: {base!r} in {path} is no local folder; put the model's config.json into a folder and name "
             f"that, or bench a shape: --model {', '.join(SHAPES)}."
         )
-    keys = {
-        "lora_r": "r0",
-        "supra_lambda": "supra_lambda",
-        "lora_dropout": "lora_dropout",
-        "micro_batch_size": "batch_size",
-        "sequence_len": "sequence_len",
-        "attn_implementation": "attn_implementation",
-    }
-    return {"model": base} | {field: config[key] for key, field in keys.items() if config.get(key) is not None}
+    found = {field: config[key] for key, field in _READ.items() if config.get(key) is not None}
+    if "gradient_checkpointing" in found:
+        found["gradient_checkpointing"] = bool(found["gradient_checkpointing"])
+    return {"model": base} | found
+
+
+def _unread(path: str) -> list[str]:
+    """Keys of a YAML that change what a step costs, and that the bench has no setting for."""
+    import yaml
+
+    config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return sorted(key for key, value in config.items() if value and (key in _COSTLY or key.startswith("liger_")))
 
 
 def _command_line(context: click.Context) -> str:

@@ -199,14 +199,17 @@ def test_a_yaml_gives_shape_and_settings(tmp_path):
     path = tmp_path / "run.yml"
     path.write_text(
         f"base_model: {tmp_path / 'base'}\nlora_r: 4\nsupra_lambda: 0.5\nlora_dropout: 0\nmicro_batch_size: 3\n"
-        "sequence_len: 11\nattn_implementation: eager\n"
+        "sequence_len: 11\nattn_implementation: eager\ngradient_checkpointing: true\nsample_packing: true\n"
+        "torch_compile: false\nliger_rms_norm: true\n"
     )
     made = command._job(str(path), "cpu", {"batch_size": 2})
     assert (made.r0, made.supra_lambda, made.lora_dropout, made.sequence_len) == (4, 0.5, 0, 11)
     assert (made.batch_size, made.attn_implementation, made.warmup) == (2, "eager", 5)
+    assert made.gradient_checkpointing is True
     assert worker.measure(replace(made, method="supra", steps=1, warmup=1))["trainable"] == BUDGET // 2
     result = invoke("--model", path, "--methods", "floor", *SMALL, "--output", tmp_path / "out")
     assert "weights are random" in result.output
+    assert "a training's step depends on them: liger_rms_norm, sample_packing." in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
