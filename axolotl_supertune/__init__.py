@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .calibration import ActivationNorms, calibrate
     from .corpus import calibration_windows
     from .plugin import SupertunePlugin
-    from .tuner import SupraConfig, SupraModel, budget_table
+    from .tuner import SupraConfig, SupraModel, budget_table, hotswap_adapter
 
 _HOME = {
     "ActivationNorms": ".calibration",
@@ -22,6 +22,7 @@ _HOME = {
     "SupraConfig": ".tuner",
     "SupraModel": ".tuner",
     "budget_table": ".tuner",
+    "hotswap_adapter": ".tuner",
 }
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "budget_table",
     "calibrate",
     "calibration_windows",
+    "hotswap_adapter",
 ]
 
 

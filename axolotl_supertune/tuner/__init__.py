@@ -1,10 +1,11 @@
 """SUPRA as a PEFT tuner: config, model, layer. Importing it registers the method with PEFT."""
 
 from .config import SupraConfig
+from .hotswap import hotswap_adapter
 from .layer import SupraLayer, SupraLinear
 from .model import SupraModel, budget_table, target_layers
 from .register import register
 
 register(SupraConfig, SupraModel)
 
-__all__ = ["SupraConfig", "SupraLayer", "SupraLinear", "SupraModel", "budget_table", "target_layers"]
+__all__ = ["SupraConfig", "SupraLayer", "SupraLinear", "SupraModel", "budget_table", "hotswap_adapter", "target_layers"]

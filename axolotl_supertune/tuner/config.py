@@ -39,6 +39,8 @@ class SupraConfig(PeftConfig):
         base_quantization: filled in: how bitsandbytes had quantized the base, as `quantization_config` takes it; None
             for a base that was not.
         init_weights: False draws U and L at random instead of 0, for tests.
+        combination: filled in by `add_weighted_adapter`: the adapters with their weights, the type, and rank and number
+            of sparse entries of every layer, which follow from no budget; γ = α/r all the same.
 
     Raises:
         ValueError: a knob out of range or two that contradict; the message names both and the remedy.
@@ -85,6 +87,9 @@ class SupraConfig(PeftConfig):
         default=None, metadata={"help": "Filled in: how bitsandbytes had quantized the base."}
     )
     init_weights: bool = field(default=True, metadata={"help": "False draws U and L at random, for tests."})
+    combination: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Filled in by add_weighted_adapter: what was combined, sizes per layer."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,11 +157,13 @@ class SupraConfig(PeftConfig):
         return self.activation_norms
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but `activation_norms`, which is no part of an adapter."""
+        """All fields but `activation_norms`, which is no part of an adapter, and a `combination` that is none."""
         plain = copy.copy(self)
         plain.activation_norms = None
         fields = super(SupraConfig, plain).to_dict()
         del fields["activation_norms"]
+        if self.combination is None:
+            del fields["combination"]
         return fields
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from ..budget import LayerBudget
 from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, takes_kernels
 from ..ops.choice import requested, tensor_obstacle
 from ..support import index_dtype
+from .combine import Combined
 from .compiled import number_of
 from .known import Known
 
@@ -142,6 +143,18 @@ class SupraLayer(BaseTunerLayer):
             tensors = getattr(self, name)
             if adapter_name in tensors and not tensors[adapter_name].is_meta:
                 tensors[adapter_name] = tensors[adapter_name].to(target)
+
+    def take(self, adapter_name: str, combined: Combined) -> None:
+        """Give an adapter, made with the sizes of `combined`, its tensors; L is divided by the layer's own γ."""
+        parts = {"values": combined.values, "L": combined.L, "R": combined.R}
+        if combined.L is not None:
+            parts["L"] = combined.L / self.supra_scaling[adapter_name]
+        for part, tensor in parts.items():
+            if tensor is not None:
+                getattr(self, f"supra_{part}")[adapter_name].data.copy_(tensor)
+        if combined.indices is not None:
+            self.supra_indices[adapter_name] = combined.indices
+        self.supra_unloaded.pop(adapter_name, None)
 
     def restore(self) -> None:
         """Give the base weight its own bits back, if a forward wrote W + M⊙U into it; the next forward writes again."""
@@ -353,8 +366,9 @@ class SupraLayer(BaseTunerLayer):
 
     def _check_merged(self, merged: Tensor, adapter_names: list[str]) -> None:
         if not bool(torch.isfinite(merged).all()):
-            raise ValueError(
-                f"{self.supra_layer}: NaNs detected in the merged weights of adapter {', '.join(adapter_names)}."
+            raise ValueError(  # in PEFT's words
+                f"{self.supra_layer}: NaNs detected in the merged weights. The adapter {', '.join(adapter_names)} "
+                "seems to be broken; nothing was merged."
             )
 
     def unmerge(self) -> None:

@@ -1,6 +1,7 @@
 """SupraModel: chooses each target layer's budget and support, and puts SupraLinear in its place."""
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from ..budget import BudgetRow, LayerBudget, budget_rows, layer_budget
 from ..scores import check_weight, score_rows
 from ..support import random_support, select_by_rows
 from .base import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization
+from .combine import COMBINATION_TYPES, Combined, combine
 from .config import SupraConfig
 from .layer import SupraLayer, SupraLinear
 from .quantized import QuantizedSupraLinear
@@ -55,6 +57,11 @@ class SupraModel(BaseTuner):
         quantized.keep_exact(model)
         note_quantization(model, peft_config)
         layers = _matching_layers(model, peft_config)  # none: PEFT says so, in its own words
+        for module in model.modules():
+            if isinstance(module, SupraLayer) and module.merged and module.supra_layer in layers:
+                raise ValueError(
+                    f"{module.supra_layer}: an adapter is merged here, unmerge it before another one is added."
+                )
         budgets = {name: _budget(layer, peft_config, name) for name, layer in layers.items()}
         selecting = [
             name for name, budget in budgets.items() if budget.sparse_count and not layers[name].weight.is_meta
@@ -125,6 +132,105 @@ class SupraModel(BaseTuner):
             if hasattr(self.model, flag):
                 delattr(self.model, flag)
 
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Remove an adapter.
+
+        Raises:
+            ValueError: there is none of this name, or it is merged.
+        """
+        if any(adapter_name in layer.merged_adapters for layer in self._adapted_layers()):
+            # In the words of PEFT 0.21; 0.20 would delete it.
+            raise ValueError(
+                f"Cannot delete adapter(s) {[adapter_name]} while they are merged. Please unmerge them first."
+            )
+        super().delete_adapter(adapter_name)
+
+    def add_weighted_adapter(
+        self,
+        adapters: list[str],
+        weights: list[float],
+        adapter_name: str,
+        combination_type: str = "cat",
+        svd_rank: int | None = None,
+        svd_clamp: float | None = None,
+        svd_full_matrices: bool = True,
+        svd_driver: str | None = None,
+        density: float | None = None,
+        majority_sign_method: str = "total",
+    ) -> None:
+        """Add the weighted sum Σ w·(M⊙U + γ·L·R) of adapters as a new one, which is saved and loaded as any other.
+
+        The sparse part lies on the union of the supports and is exact; the supports may differ or be equal.
+
+        Args:
+            adapters, weights: what is added; weights may be negative.
+            adapter_name: of the new adapter; it is not made active.
+            combination_type: `cat`: exact, the rank is the sum of the ranks. `linear`: as LoRA's, all ranks equal, only
+                close; the sparse part is exact there too.
+            svd_rank, svd_clamp, svd_full_matrices, svd_driver, density, majority_sign_method: LoRA's, of types that are
+                refused here.
+
+        Raises:
+            ValueError: another type or its arguments; unknown, merged or repeated adapters, or some that train modules
+                in full; a taken name; weights that are not as many finite numbers; `linear` of different ranks.
+            RuntimeError: an adapter is still to be loaded.
+        """
+        if combination_type not in COMBINATION_TYPES:
+            raise ValueError(
+                f"combination_type={combination_type!r} is none of {', '.join(COMBINATION_TYPES)}: svd, ties, dare and "
+                "magnitude_prune are about low-rank parts, or change the support. 'cat' is exact."
+            )
+        given = {
+            "svd_rank": svd_rank is not None,
+            "svd_clamp": svd_clamp is not None,
+            "svd_full_matrices": svd_full_matrices is not True,
+            "svd_driver": svd_driver is not None,
+            "density": density is not None,
+            "majority_sign_method": majority_sign_method != "total",
+        }
+        if any(given.values()):
+            name = next(name for name, is_given in given.items() if is_given)
+            raise ValueError(f"{name} has no effect with combination_type={combination_type!r}: drop it.")
+        self._check_combinable(adapters, weights, adapter_name)
+        shares = dict(zip(adapters, weights, strict=True))
+        combined = {}
+        for layer in self._adapted_layers():
+            sparse = [(shares[name], layer.sparse_parts([name])[0]) for name in shares if name in layer.supra_values]
+            low_rank = [(shares[name], layer.low_rank_parts([name])[0]) for name in shares if name in layer.supra_L]
+            if sparse or low_rank:
+                combined[layer.supra_layer] = combine(sparse, low_rank, combination_type, layer.supra_layer)
+        self.peft_config[adapter_name] = _combined_config(
+            self.peft_config[adapters[0]], shares, combination_type, combined
+        )
+        try:
+            self.inject_adapter(self.model, adapter_name)
+        except Exception:
+            del self.peft_config[adapter_name]
+            raise
+        for layer in self._adapted_layers():
+            if layer.supra_layer in combined:
+                layer.take(adapter_name, combined[layer.supra_layer])
+
+    def _check_combinable(self, adapters: list[str], weights: list[float], adapter_name: str) -> None:
+        if not adapters or len(set(adapters)) < len(adapters) or len(weights) != len(adapters):
+            raise ValueError(f"adapters={adapters} and weights={weights}: give different adapters, a weight for each.")
+        if not all(isinstance(weight, (int, float)) and math.isfinite(weight) for weight in weights):
+            raise ValueError(f"weights={weights} are not all finite numbers.")
+        if adapter_name in self.peft_config:
+            raise ValueError(f"an adapter {adapter_name!r} exists already: give another name, or delete it.")
+        for name in adapters:
+            if name not in self.peft_config:
+                raise ValueError(f"no adapter {name!r}: there are {', '.join(self.peft_config)}.")
+            if self.peft_config[name].modules_to_save:
+                raise ValueError(
+                    f"adapter {name!r} trains modules in full (modules_to_save="
+                    f"{self.peft_config[name].modules_to_save}), which cannot be added up."
+                )
+        for layer in self._adapted_layers():
+            if layer.merged:
+                raise ValueError(f"{layer.supra_layer}: an adapter is merged here: call unmerge_adapter() first.")
+            layer._check_loaded(adapters)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Check all that a checkpoint brings before the first tensor is copied: no error leaves a half-loaded model."""
         known = set()
@@ -164,8 +270,6 @@ class SupraModel(BaseTuner):
                 if is_quantized
                 else SupraLinear(target, current_key)
             )
-        if layer.merged:
-            raise ValueError(f"{current_key}: an adapter is merged here, unmerge it before another one is added.")
         base = layer.get_base_layer()
         budget = _budget(base, peft_config, current_key)
         if layer is not target:
@@ -255,7 +359,33 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
         yield name, module
 
 
+def _combined_config(
+    first: SupraConfig, shares: dict[str, float], combination_type: str, combined: dict[str, Combined]
+) -> SupraConfig:
+    """The config of a combined adapter: the sizes of its layers are written down; γ = 1 where the rank is largest."""
+    config = copy.copy(first)
+    config.target_modules, config.exclude_modules = set(combined), None
+    config.layers_to_transform = config.layers_pattern = None
+    config.support, config.activation_norms, config.calibration = "saved", None, None
+    config.lora_alpha = max((layer.rank for layer in combined.values()), default=0) or first.lora_alpha
+    config.combination = {
+        "type": combination_type,
+        "weights": shares,
+        "layers": {name: [layer.rank, layer.sparse_count] for name, layer in combined.items()},
+    }
+    return config
+
+
 def _budget(base: Any, config: SupraConfig, name: str) -> LayerBudget:
+    if config.combination is not None:
+        sizes = config.combination["layers"].get(name)
+        if sizes is None:
+            raise ValueError(
+                f"{name}: the combined adapter has nothing for this layer: load it on the base model it was made on."
+            )
+        rank, count = sizes
+        total = count + rank * (base.out_features + base.in_features)
+        return LayerBudget(base.out_features, base.in_features, total, rank, count)
     return layer_budget(
         base.out_features,
         base.in_features,

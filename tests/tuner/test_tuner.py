@@ -569,7 +569,9 @@ def test_safe_merge_refuses_what_is_not_finite(llama, part, bad):
     with torch.no_grad():
         getattr(layer, part)["default"].view(-1)[0] = bad
     before = layer.get_base_layer().weight.clone()
-    with pytest.raises(ValueError, match=f"{name}: NaNs detected in the merged weights of adapter default"):
+    with pytest.raises(
+        ValueError, match=f"{name}: NaNs detected in the merged weights. The adapter default seems to be broken"
+    ):
         layer.merge(safe_merge=True)
     assert torch.equal(layer.get_base_layer().weight, before)
     assert not layer.merged

@@ -1,0 +1,391 @@
+"""Several adapters on one model: sums of them, one swapped for a file's, switching off, merges that are refused."""
+
+import inspect
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraModel
+
+from axolotl_supertune import SupraConfig, SupraModel, hotswap_adapter
+from axolotl_supertune.tuner import SupraLayer
+from axolotl_supertune.tuner.combine import combine
+
+KNOBS = {"mask_score": "magnitude", "task_type": "CAUSAL_LM", "init_weights": False, "lora_dropout": 0}
+
+
+def config(**changes):
+    return SupraConfig(**{**KNOBS, **changes})
+
+
+def scale(model):
+    """Random U, L and R of a trained adapter's size."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "supra_" in name:
+                parameter.mul_(0.05)
+    return model.eval()
+
+
+def with_adapters(model, **configs):
+    """A model with an adapter for each (name, config)."""
+    torch.manual_seed(1)
+    (first, first_config), *others = configs.items()
+    model = get_peft_model(model, first_config, adapter_name=first)
+    for name, each in others:
+        model.add_adapter(name, each)
+    return scale(model)
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def layers(model):
+    return {module.supra_layer: module for module in model.modules() if isinstance(module, SupraLayer)}
+
+
+def bits(model):
+    """All tensors as bytes: NaN equals itself."""
+    return {name: tensor.clone().view(torch.uint8) for name, tensor in model.state_dict().items()}
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def delta(model, adapter):
+    """The dense fp64 delta of every layer that has the adapter, from its tensors alone."""
+    found = {}
+    for name, layer in layers(model).items():
+        total = torch.zeros(layer.out_features, layer.in_features, dtype=torch.float64)
+        if adapter in layer.supra_values:
+            total.view(-1)[layer.supra_indices[adapter].long()] += layer.supra_values[adapter].detach().double()
+        if adapter in layer.supra_L:
+            L, R = layer.supra_L[adapter].detach().double(), layer.supra_R[adapter].detach().double()
+            total += layer.supra_scaling[adapter] * (L @ R)
+        found[name] = total
+    return found
+
+
+# Weighted sums
+
+PAIRS = {
+    "equal supports": (dict(supra_lambda=0), dict(supra_lambda=0)),
+    "supports overlap": (dict(supra_lambda=0), dict(supra_lambda=0, sparse_direction="random")),
+    "disjoint supports": (dict(supra_lambda=0, r0=4), dict(supra_lambda=0, r0=4, sparse_direction="top")),
+    "both parts": (dict(supra_lambda=0.5), dict(supra_lambda=0.5, sparse_direction="top", lora_alpha=3)),
+    "low-rank": (dict(supra_lambda=1), dict(supra_lambda=1, lora_alpha=32)),
+    "sparse and low-rank": (dict(supra_lambda=0), dict(supra_lambda=1)),
+    "other layers": (
+        dict(supra_lambda=0.5, target_modules=["q_proj", "up_proj"]),
+        dict(supra_lambda=0.5, target_modules=["q_proj", "down_proj"]),
+    ),
+}
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request, tiny_llama):
+    first, second = PAIRS[request.param]
+    return with_adapters(tiny_llama(), first=config(**first), second=config(**second))
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (0.3, 0.7), (2, -0.5), (0, 1)])
+def test_cat_is_the_weighted_sum_of_the_deltas(pair, weights):
+    pair.add_weighted_adapter(["first", "second"], list(weights), "sum", combination_type="cat")
+    first, second, found = (delta(pair, name) for name in ("first", "second", "sum"))
+    for name in found:
+        torch.testing.assert_close(found[name], weights[0] * first[name] + weights[1] * second[name], rtol=0, atol=1e-7)
+
+
+def test_cat_computes_what_both_active_adapters_do(pair, ids):
+    pair.base_model.set_adapter(["first", "second"])
+    both = logits(pair, ids)
+    pair.add_weighted_adapter(["first", "second"], [1.0, 1.0], "sum")
+    assert torch.equal(logits(pair, ids), both)  # it is not made active
+    pair.set_adapter("sum")
+    torch.testing.assert_close(logits(pair, ids), both, rtol=0, atol=1e-5)
+
+
+def test_combined_support_is_the_union_and_no_entry_occurs_twice(tiny_llama):
+    model = with_adapters(
+        tiny_llama(), first=config(supra_lambda=0), second=config(supra_lambda=0, sparse_direction="random")
+    )
+    model.add_weighted_adapter(["first", "second"], [1, 1], "sum")
+    for layer in layers(model).values():
+        union = set(layer.supra_indices["first"].tolist()) | set(layer.supra_indices["second"].tolist())
+        assert layer.supra_indices["sum"].tolist() == sorted(union)
+        assert layer.supra_indices["sum"].dtype == layer.supra_indices["first"].dtype
+        assert layer.supra_budget["sum"].sparse_count == len(union) == layer.supra_values["sum"].numel()
+
+
+def test_equal_supports_stay_what_they_are(tiny_llama):
+    model = with_adapters(tiny_llama(), first=config(supra_lambda=0), second=config(supra_lambda=0))
+    model.add_weighted_adapter(["first", "second"], [0.25, -4], "sum", combination_type="linear")
+    for layer in layers(model).values():
+        assert torch.equal(layer.supra_indices["sum"], layer.supra_indices["first"])
+        expected = 0.25 * layer.supra_values["first"] - 4 * layer.supra_values["second"]
+        assert torch.equal(layer.supra_values["sum"], expected)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.7, -0.2]])
+def test_linear_is_peft_loras_linear_where_lambda_is_1(tiny_llama, weights):
+    ours = with_adapters(
+        tiny_llama(), first=config(supra_lambda=1), second=config(supra_lambda=1, lora_alpha=4, lora_dropout=0.1)
+    )
+    lora = get_peft_model(
+        tiny_llama(), LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"), "first"
+    )
+    lora.add_adapter("second", LoraConfig(r=8, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    modules = dict(lora.base_model.model.named_modules())
+    with torch.no_grad():
+        for name, layer in layers(ours).items():
+            for adapter in ("first", "second"):
+                modules[name].lora_A[adapter].weight.copy_(layer.supra_R[adapter])
+                modules[name].lora_B[adapter].weight.copy_(layer.supra_L[adapter])
+    for model in (ours, lora):
+        model.add_weighted_adapter(["first", "second"], weights, "sum", combination_type="linear")
+    for name, found in delta(ours, "sum").items():
+        expected = modules[name].get_delta_weight("sum").double()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        assert layers(ours)[name].supra_R["sum"].shape == layers(ours)[name].supra_R["first"].shape
+
+
+@pytest.mark.parametrize("combination_type", ["cat", "linear"])
+def test_combined_adapter_is_saved_and_loaded_without_the_others(pair, tiny_llama, ids, tmp_path, combination_type):
+    pair.add_weighted_adapter(["first", "second"], [0.5, 0.5], "sum", combination_type=combination_type)
+    pair.set_adapter("sum")
+    pair.save_pretrained(tmp_path, selected_adapters=["sum"])
+    loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path / "sum")
+    assert torch.equal(logits(loaded, ids), logits(pair, ids))
+    assert loaded.peft_config["default"].combination["type"] == combination_type
+    assert loaded.peft_config["default"].combination["weights"] == {"first": 0.5, "second": 0.5}
+
+
+def test_combined_adapter_can_be_trained_merged_and_combined_again(pair, ids):
+    pair.add_weighted_adapter(["first", "second"], [0.5, 0.5], "sum")
+    pair.add_weighted_adapter(["sum", "first"], [2.0, -1.0], "again")
+    first, second, found = (delta(pair, name) for name in ("first", "second", "again"))
+    for name in found:
+        torch.testing.assert_close(found[name], second[name] if name in second else 0 * first[name], atol=1e-6, rtol=0)
+    pair.set_adapter("again")
+    trained = {name for name, parameter in pair.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all(name.endswith(".again") for name in trained)
+    pair(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for name, parameter in pair.named_parameters() if name in trained)
+    expected = logits(pair, ids)
+    pair.merge_adapter()
+    torch.testing.assert_close(logits(pair, ids), expected, rtol=0, atol=1e-5)
+
+
+def test_a_combined_adapter_loads_on_its_own_layers_alone(pair, tiny_llama, tmp_path):
+    pair.add_weighted_adapter(["first", "second"], [0.5, 0.5], "sum")
+    pair.save_pretrained(tmp_path, selected_adapters=["sum"])
+    changed = SupraConfig.from_pretrained(tmp_path / "sum")
+    changed.combination["layers"].pop("model.layers.1.self_attn.q_proj")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj: the combined adapter has nothing"):
+        get_peft_model(tiny_llama(), changed)
+
+
+def test_no_combination_is_no_key_of_the_saved_config(tmp_path):
+    config().save_pretrained(tmp_path)
+    assert "combination" not in (tmp_path / "adapter_config.json").read_text()
+
+
+def test_arguments_are_named_as_loras():
+    ours, loras = (inspect.signature(model.add_weighted_adapter).parameters for model in (SupraModel, LoraModel))
+    assert list(ours) == list(loras)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(combination_type="svd"), "combination_type='svd' is none of cat, linear: svd, ties"),
+        (dict(combination_type="ties"), "combination_type='ties' is none of"),
+        (dict(svd_rank=4), "svd_rank has no effect with combination_type='cat'"),
+        (dict(density=0.5), "density has no effect"),
+        (dict(majority_sign_method="frequency"), "majority_sign_method has no effect"),
+        (dict(adapters=["first", "third"]), "no adapter 'third': there are first, second"),
+        (dict(adapters=["first", "first"]), "give different adapters"),
+        (dict(adapters=[], weights=[]), "give different adapters"),
+        (dict(weights=[1]), "a weight for each"),
+        (dict(weights=[1, float("nan")]), "not all finite"),
+        (dict(adapter_name="second"), "an adapter 'second' exists already"),
+        (dict(combination_type="linear"), r"q_proj: combination_type='linear' .* these have \[8, 4\]; use 'cat'"),
+    ],
+)
+def test_weighted_sum_that_means_nothing_is_refused_and_adds_nothing(tiny_llama, arguments, message):
+    model = with_adapters(tiny_llama(), first=config(supra_lambda=1), second=config(supra_lambda=0.5))
+    before = bits(model)
+    given = dict(adapters=["first", "second"], weights=[1, 1], adapter_name="sum")
+    with pytest.raises(ValueError, match=message):
+        model.add_weighted_adapter(**{**given, **arguments})
+    assert_same(bits(model), before)
+    assert set(model.peft_config) == {"first", "second"}
+
+
+def test_weighted_sum_of_merged_or_unloaded_or_fully_trained_adapters_is_refused(tiny_llama):
+    model = with_adapters(tiny_llama(), first=config(), second=config(modules_to_save=["lm_head"]))
+    with pytest.raises(ValueError, match="adapter 'second' trains modules in full"):
+        model.add_weighted_adapter(["first", "second"], [1, 1], "sum")
+    model.add_adapter("empty", config(support="saved"))
+    with pytest.raises(RuntimeError, match="adapter 'empty' is not loaded"):
+        model.add_weighted_adapter(["first", "empty"], [1, 1], "sum")
+    model.merge_adapter(["first"])
+    with pytest.raises(ValueError, match="an adapter is merged here: call unmerge_adapter"):
+        model.add_weighted_adapter(["first"], [1], "sum")
+
+
+def test_combining_nothing_gives_nothing():
+    assert combine([], [], "cat", "layer") == (None, None, None, None)
+
+
+# Hot-swap
+
+
+@pytest.fixture
+def saved(tiny_llama, tmp_path):
+    """Folder of an adapter of other values, supports and α than the adapter `default` of `hot`."""
+    model = with_adapters(tiny_llama(), default=config(supra_lambda=0.5, sparse_direction="top", lora_alpha=3))
+    model.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.fixture
+def hot(tiny_llama):
+    return with_adapters(tiny_llama(), default=config(supra_lambda=0.5), other=config(supra_lambda=0))
+
+
+def test_hotswap_computes_what_the_file_does_in_the_parameters_that_were_there(hot, saved, tiny_llama, ids):
+    parameters = {name: parameter for name, parameter in hot.named_parameters() if parameter.requires_grad}
+    training = hot.train().training
+    hotswap_adapter(hot, saved, "default")
+    assert hot.training is training
+    assert {id(each) for each in parameters.values()} == {id(each) for each in hot.parameters() if each.requires_grad}
+    assert set(hot.peft_config) == {"default", "other"}
+    assert not [name for name in hot.state_dict() if "incoming" in name]
+    assert hot.peft_config["default"].lora_alpha == 3
+    expected = logits(PeftModel.from_pretrained(tiny_llama(), saved), ids)
+    assert torch.equal(logits(hot.eval(), ids), expected)
+
+
+def test_hotswap_leaves_a_frozen_adapter_frozen(saved, tiny_llama, ids):
+    model = PeftModel.from_pretrained(tiny_llama(), saved)
+    hotswap_adapter(model, saved, "default")
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(supra_lambda=0.8), "has rank 6 and .* adapter 'default' rank 4"),
+        (dict(target_modules=["q_proj"], supra_lambda=0.5), "has nothing here, adapter 'default' rank 4"),
+        (dict(supra_lambda=0.5, modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\]"),
+    ],
+)
+def test_hotswap_of_another_size_is_refused_and_changes_nothing(hot, tiny_llama, tmp_path, ids, change, message):
+    with_adapters(tiny_llama(), default=config(**change)).save_pretrained(tmp_path)
+    before, expected = bits(hot), logits(hot, ids)
+    with pytest.raises(ValueError, match=message):
+        hotswap_adapter(hot, tmp_path, "default")
+    after = {name.replace(".original_module.", "."): each for name, each in bits(hot).items()}
+    assert_same(after, before)
+    assert torch.equal(logits(hot, ids), expected)
+
+
+def test_hotswap_of_another_method_or_name_or_a_merged_adapter_is_refused(hot, saved, tiny_llama, tmp_path):
+    get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    before = bits(hot)
+    with pytest.raises(ValueError, match="no adapter 'third': there are default, other"):
+        hotswap_adapter(hot, saved, "third")
+    with pytest.raises(Exception, match=r"LORA|Lora"):
+        hotswap_adapter(hot, tmp_path / "lora", "default")
+    assert_same(bits(hot), before)
+    hot.merge_adapter()
+    with pytest.raises(ValueError, match="adapter 'default' is merged"):
+        hotswap_adapter(hot, saved, "default")
+
+
+# Switching off, deleting
+
+
+def test_nested_disable_switches_on_only_at_the_outer_end(hot, tiny_llama, ids):
+    base, adapted = logits(tiny_llama(), ids), logits(hot, ids)
+    assert not torch.equal(base, adapted)
+    with hot.disable_adapter():
+        with hot.disable_adapter():
+            assert torch.equal(logits(hot, ids), base)
+        assert torch.equal(logits(hot, ids), base)
+    assert torch.equal(logits(hot, ids), adapted)
+
+
+def test_switching_while_disabled_takes_effect_when_it_is_enabled(hot, tiny_llama, ids):
+    base = logits(tiny_llama(), ids)
+    hot.set_adapter("other")
+    expected = logits(hot, ids)
+    hot.set_adapter("default")
+    with hot.disable_adapter():
+        hot.set_adapter("other")
+        assert torch.equal(logits(hot, ids), base)
+    assert torch.equal(logits(hot, ids), expected)
+
+
+def test_deleting_a_merged_adapter_is_refused_and_deletes_nothing(hot, ids):
+    hot.merge_adapter()
+    expected = logits(hot, ids)
+    with pytest.raises(ValueError, match=r"Cannot delete adapter\(s\) \['default'\] while they are merged"):
+        hot.delete_adapter("default")
+    hot.delete_adapter("other")
+    assert set(hot.peft_config) == {"default"}
+    assert torch.equal(logits(hot, ids), expected)
+
+
+# Merges that are refused as a whole
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", ["merge_adapter", "merge_and_unload"])
+def test_safe_merge_of_what_is_not_finite_in_the_last_layer_merges_no_layer(hot, ids, how, bad):
+    name, last = list(layers(hot).items())[-1]
+    with torch.no_grad():
+        last.supra_values["default"][0] = bad
+    before, modules = bits(hot), {name: module for name, module in hot.named_modules()}
+    with pytest.raises(ValueError, match=rf"{name}: NaNs detected in the merged weights. The adapter default seems"):
+        getattr(hot, how)(safe_merge=True)
+    assert_same(bits(hot), before)
+    assert {name: module for name, module in hot.named_modules()} == modules
+    assert not any(layer.merged for layer in layers(hot).values())
+    hot.set_adapter("other")
+    hot.merge_adapter(safe_merge=True)
+    hot.unmerge_adapter()
+    assert_same(bits(hot), before)
+
+
+def test_merge_of_an_adapter_that_one_layer_still_waits_for_merges_no_layer(hot):
+    last = list(layers(hot).values())[-1]
+    last.supra_unloaded["default"] = True
+    before = bits(hot)
+    for merge in (hot.merge_adapter, hot.merge_and_unload):
+        with pytest.raises(RuntimeError, match="adapter 'default' is not loaded"):
+            merge()
+    assert_same(bits(hot), before)
+    assert not any(layer.merged for layer in layers(hot).values())
+
+
+def test_safe_merge_beside_a_merged_adapter_counts_both(tiny_llama):
+    """Each finite in fp16, their sum is not."""
+    model = with_adapters(tiny_llama(dtype=torch.float16), first=config(supra_lambda=0), second=config(supra_lambda=0))
+    with torch.no_grad():
+        for layer in layers(model).values():
+            for values in layer.supra_values.values():
+                values.fill_(40_000)
+    before = bits(model)
+    model.merge_adapter(["first"], safe_merge=True)
+    with pytest.raises(ValueError, match="The adapter second seems to be broken"):
+        model.merge_adapter(["second"], safe_merge=True)
+    model.unmerge_adapter()
+    assert_same(bits(model), before)
