@@ -31,7 +31,6 @@ def hotswap_adapter(
     if any(adapter_name in layer.merged_adapters for layer in layers):
         raise ValueError(f"adapter {adapter_name!r} is merged: call unmerge_adapter() before it is swapped.")
     config_before, incoming = model.peft_config[adapter_name], f"incoming_{adapter_name}"
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         # is_trainable: else PEFT puts the whole model into evaluation.
         model.load_adapter(model_name_or_path, incoming, is_trainable=True, torch_device=torch_device, **kwargs)
@@ -60,8 +59,6 @@ def hotswap_adapter(
     finally:
         if incoming in model.peft_config:
             tuner.delete_adapter(incoming)
-        for parameter, is_trained in trained:
-            parameter.requires_grad_(is_trained)
 
 
 def _swap(layer: SupraLayer, adapter_name: str, incoming: str) -> None:

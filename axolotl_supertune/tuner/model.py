@@ -57,6 +57,8 @@ class SupraModel(BaseTuner):
         quantized.keep_exact(model)
         note_quantization(model, peft_config)
         layers = _matching_layers(model, peft_config)  # none: PEFT says so, in its own words
+        if not layers and any(isinstance(module, SupraLayer) for module in model.modules()):
+            raise ValueError(_none_matched(model, peft_config))  # PEFT 0.20 says so of the first adapter alone
         for module in model.modules():
             if isinstance(module, SupraLayer) and module.merged and module.supra_layer in layers:
                 raise ValueError(
@@ -84,7 +86,12 @@ class SupraModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Put the adapter in, as PEFT does, and let layers of one input compute together."""
+        # As PEFT 0.21 does: with 0.20 an adapter that is loaded for inference would freeze those that are there.
+        adapted = any(isinstance(module, SupraLayer) for module in model.modules())
+        trained = [(each, each.requires_grad) for each in model.parameters()] if adapted else []
         super().inject_adapter(model, *args, **kwargs)
+        for parameter, is_trained in trained:
+            parameter.requires_grad_(is_trained)
         share_work(model)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
@@ -299,11 +306,15 @@ def target_layers(model: nn.Module, config: SupraConfig) -> dict[str, nn.Linear]
     """
     layers = _matching_layers(model, config)
     if not layers:
-        raise ValueError(
-            f"no layer matched: target_modules={config.target_modules!r}, exclude_modules={config.exclude_modules!r}, "
-            f"layers_to_transform={config.layers_to_transform!r} leave nothing to adapt in {type(model).__name__}."
-        )
+        raise ValueError(_none_matched(model, config))
     return layers
+
+
+def _none_matched(model: nn.Module, config: SupraConfig) -> str:
+    return (
+        f"no layer matched: target_modules={config.target_modules!r}, exclude_modules={config.exclude_modules!r}, "
+        f"layers_to_transform={config.layers_to_transform!r} leave nothing to adapt in {type(model).__name__}."
+    )
 
 
 def layer_budgets(model: nn.Module, config: SupraConfig) -> dict[str, LayerBudget]:

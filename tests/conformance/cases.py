@@ -94,13 +94,16 @@ SEVERAL = [
     ),
 ]
 
+# None is all linear layers, whose names PEFT's layers_to_transform does not reach; the second names its layers.
 DECODER = [
-    {"task_type": "CAUSAL_LM", "target_modules": None, "supra_lambda": supra_lambda, "mask_score": "magnitude", "r0": 2}
-    for supra_lambda in (0, 0.5, 1)
+    _magnitude(task_type="CAUSAL_LM", target_modules=None, supra_lambda=0, r0=2),
+    _magnitude(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], supra_lambda=0.5, r0=2),
+    _magnitude(task_type="CAUSAL_LM", target_modules=None, supra_lambda=1, r0=2),
 ]
 
+# A support that does not depend on the weights: PEFT compares with the unquantized model, whose scores are others.
 QUANTIZED = [
-    _magnitude(target_modules=["q_proj", "v_proj"], r0=4, supra_lambda=supra_lambda, sparse_direction="top")
+    _magnitude(target_modules=["q_proj", "v_proj"], r0=4, supra_lambda=supra_lambda, sparse_direction="random")
     for supra_lambda in (0, 0.5, 1)
 ]
 

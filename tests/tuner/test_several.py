@@ -389,3 +389,21 @@ def test_safe_merge_beside_a_merged_adapter_counts_both(tiny_llama):
         model.merge_adapter(["second"], safe_merge=True)
     model.unmerge_adapter()
     assert_same(bits(model), before)
+
+
+# Loading beside what is there
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_an_adapter_that_is_loaded_leaves_the_others_trained_or_frozen_as_they_were(hot, saved, is_trainable):
+    before = {name: parameter.requires_grad for name, parameter in hot.named_parameters()}
+    assert any(before.values())
+    hot.load_adapter(saved, "loaded", is_trainable=is_trainable)
+    after = {name: each.requires_grad for name, each in hot.named_parameters() if not name.endswith(".loaded")}
+    assert after == before
+
+
+def test_a_second_adapter_that_matches_no_layer_is_refused(hot):
+    with pytest.raises(ValueError, match=r"no layer matched: target_modules=\{'base_layer'\}"):
+        hot.add_adapter("nothing", config(target_modules=["base_layer"]))
+    assert set(hot.peft_config) == {"default", "other"}

@@ -1,0 +1,20 @@
+"""The script that measures switching on a GPU, on a tiny model on the CPU: every method switches, swaps and returns."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "gpu" / "measure_switching.py"
+
+
+def test_every_method_is_measured(tmp_path):
+    spec = importlib.util.spec_from_file_location("measure_switching", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path = tmp_path / "switching.json"
+    rows = module.main(["--model", "tiny", "--device", "cpu", "--rounds", "2", "--output", str(path)])
+    assert [row["method"] for row in rows] == list(module.METHODS)
+    for row in rows:
+        assert all(row[name] > 0 for name in ("forward", "set_adapter", "first forward", "merge and unmerge"))
+        assert ("hot-swap" in row) == (row["method"] != "shira")
+    assert json.loads(path.read_text())["rows"] == rows
