@@ -200,6 +200,9 @@ class SupertunePlugin(BasePlugin):
             config.support = "saved"
         elif config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
             config.activation_norms = self._norms(model, cfg, list(budgets), alone=alone)
+        if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
+            # What FSDP is to shard waits on the CPU, which chooses slowly.
+            config.support_device = cfg.device
         seed = checks.DEFAULT_SEED if cfg.seed is None else cfg.seed
         # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
         with torch.random.fork_rng(devices=[]):
