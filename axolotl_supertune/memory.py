@@ -130,7 +130,7 @@ class Step:
         width: w, bytes of a weight and of an activation.
         base: how the linear layers' weights lie in memory.
         layers: what computes the adapted ones: the `kernels`, the `reference` in plain PyTorch, or for a weight that is
-            dequantized whenever it is used (`transient`) plain PyTorch with the kernels' sampled products.
+            dequantized or gathered whenever it is used (`transient`) plain PyTorch with the kernels' sampled products.
         mlp: `plain` is down(silu(gate(x))·up(x)) in so many words, which the kernels compute as one; `liger` is
             Liger's, which keeps no silu(gate); `other` is eager code of another form.
         dropout: whether the low-rank part drops out.
@@ -466,7 +466,7 @@ def _transient(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     gradients = w * tokens * (hidden + inner)  # of the output and the product; eager code then has two more for one
     following = [float(w * tokens * inner)]
     sparse, low_rank = any(row.budget.sparse_count for row in rows), any(row.budget.rank for row in rows)
-    if step.base != "plain" or (step.method == "supra" and step.layers == "reference"):
+    if step.base != "plain" or (step.method == "supra" and step.layers != "kernels"):
         following.append(shape.widest * w)  # the dequantized or the effective weight
     if step.method == "supra" and sparse:
         # The reference makes the whole gradient of W in fp32; sampled products read transposed copies.

@@ -518,8 +518,10 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
     elif cfg.get("liger_cross_entropy"):
         loss = "liger"
     layers: memory.Layers = "kernels" if base == "plain" else "transient"
-    if requested() == "reference" or engine.shards_weights:
-        # A weight that is gathered for every use is none that the kernels may write into.
+    if engine.shards_weights:
+        layers = "transient"
+        notes.append("weights are gathered for every use, so of the kernels only the gradient of U is there")
+    if requested() == "reference":
         layers = "reference"
         notes.append("the adapted layers are computed by the reference, not by the Triton kernels")
     evaluates = cfg.get("val_set_size") or cfg.get("test_datasets")

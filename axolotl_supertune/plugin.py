@@ -200,6 +200,9 @@ class SupertunePlugin(BasePlugin):
             config.support = "saved"
         elif config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
             config.activation_norms = self._norms(model, cfg, list(budgets), alone=alone)
+        if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
+            # What FSDP is to shard waits on the CPU, which chooses slowly.
+            config.support_device = cfg.device
         seed = checks.DEFAULT_SEED if cfg.seed is None else cfg.seed
         # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
         with torch.random.fork_rng(devices=[]):
@@ -398,17 +401,15 @@ def _table(model: Any) -> str:
 
 def _kernels(model: Any, cfg: Any) -> str:
     """What will compute the adapted layers; the model may still be on its way to the device."""
-    if cfg.fsdp_config:
-        return "reference, not Triton: FSDP gathers the weights for every use, and the kernels write into weights"
     device = torch.device(cfg.device or "cpu")
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtypes = [dtype for key, dtype in mixed.items() if cfg.get(key) and cfg.get(key) != "full"]
     layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
     dense = [layer for layer in layers if not isinstance(layer, QuantizedSupraLinear)]
     dtype = dtypes[0] if dtypes else getattr(layers[0], "weight_dtype", layers[0].base_layer.weight.dtype)
-    if not dense:
-        how = described(device, dtype, rank=0)
-        return f"{how} (the gradient of U alone; quantized weights are dequantized in every pass)"
+    if cfg.fsdp_config or not dense:
+        every_pass = "FSDP gathers the weights" if cfg.fsdp_config else "quantized weights are dequantized"
+        return f"{described(device, dtype, rank=0)} (the gradient of U alone; {every_pass} in every pass)"
     rank = max(budget.rank for layer in dense for budget in layer.supra_budget.values())
     return described(device, dtype, rank)
 

@@ -1,7 +1,7 @@
 """The adapted linear layer y = x·Ŵᵀ + bias with Ŵ = W + M⊙U + γ·L·R.
 
 `reference` is the plain PyTorch that a reader checks against the paper; `fused` is the same with Triton kernels;
-`transient` is for a weight that is made anew whenever it is used (quantized bases); `choice` decides. `fused` and
+`transient` is for a weight that is there only while it is used (quantized bases, FSDP2); `choice` decides. `fused` and
 `inplace` need Triton: import them where `choice.takes_kernels` said yes.
 """
 

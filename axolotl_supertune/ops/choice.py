@@ -72,13 +72,11 @@ def takes_kernels(
     low_rank: Sequence[LowRank],
     *,
     layer: str,
-    sharded: bool = False,
 ) -> bool:
     """Whether a layer with these active parts is computed by the Triton kernels.
 
     Args:
         layer: its name, for messages.
-        sharded: FSDP manages its tensors.
 
     Raises:
         RuntimeError: SUPERTUNE_KERNELS=triton and it cannot be.
@@ -89,7 +87,7 @@ def takes_kernels(
     asked = requested()
     if asked == "reference":
         return False
-    reason = tensor_obstacle(x, weight, sparse, low_rank, sharded=sharded)
+    reason = tensor_obstacle(x, weight, sparse, low_rank)
     if reason is None:
         reason = _device_obstacle(x.device, compute_dtype(x, weight), asked)
     return _decided(reason, x, asked, layer)
@@ -132,13 +130,8 @@ def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return autocast_dtype(x.device.type) or weight.dtype
 
 
-def tensor_obstacle(
-    x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank], *, sharded: bool = False
-) -> str | None:
+def tensor_obstacle(x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]) -> str | None:
     """Why the Triton kernels cannot compute a layer with these tensors, or None; torch.compile can look into it."""
-    if sharded:
-        # In a forward it looks like any weight, but its storage is freed after it and filled anew from the shards.
-        return "FSDP gathers its weight for every use, and what the kernels write into it would be lost in between"
     if x.device != weight.device:
         return f"the input is on {x.device} and the weight on {weight.device}"
     if weight.requires_grad:

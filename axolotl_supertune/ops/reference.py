@@ -87,11 +87,16 @@ def sparse_linear(
     Raises:
         ValueError: W wants a gradient; it would get none and not train, without a word.
     """
-    if weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError("the weight of an adapted layer is trainable: freeze it, only U, L and R are trained here.")
+    check_frozen(weight)
     tensors = [tensor for part in sparse for tensor in part] + [tensor for part in low_rank for tensor in part[:2]]
     settings = [(part.scaling, part.dropout) for part in low_rank]
     return _SparseLinear.apply(x, weight, bias, len(sparse), settings, *tensors)
+
+
+def check_frozen(weight: Tensor) -> None:
+    """Raise ValueError where W wants a gradient: it would get none."""
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError("the weight of an adapted layer is trainable: freeze it, only U, L and R are trained here.")
 
 
 class _SparseLinear(torch.autograd.Function):

@@ -31,6 +31,8 @@ class SupraConfig(PeftConfig):
         hybrid_beta: β, share of the largest scores; only with `hybrid`, default 0.5.
         support_seed: seed of `random`.
         activation_norms: an `ActivationNorms` or the path of a saved one; not saved with the adapter.
+        support_device: where supports are chosen, with one layer's weight there at a time; every device chooses the
+            same. Default where the weight lies; not saved with the adapter.
         target_modules: as in LoRA; `None` is every linear layer but the output layer.
         exclude_modules, layers_to_transform, layers_pattern, modules_to_save: as in LoRA.
         support: `select` chooses the support now; `saved` leaves room for one that a checkpoint brings. A saved
@@ -61,6 +63,9 @@ class SupraConfig(PeftConfig):
     support_seed: int = field(default=0, metadata={"help": "Seed of the random support."})
     activation_norms: Any = field(
         default=None, repr=False, metadata={"help": "ActivationNorms, or the path of a saved one."}
+    )
+    support_device: Any = field(
+        default=None, repr=False, metadata={"help": "Device that supports are chosen on, a layer at a time."}
     )
     target_modules: Union[list[str], set[str], str, None] = field(  # noqa: UP007 (PEFT reads Union by name)
         default=None, metadata={"help": "Names or regex of the layers to adapt; default: all linear but the head."}
@@ -157,11 +162,12 @@ class SupraConfig(PeftConfig):
         return self.activation_norms
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but `activation_norms`, which is no part of an adapter, and a `combination` that is none."""
+        """All fields but those that are no part of an adapter (`activation_norms`, `support_device`), and but a
+        `combination` that is none."""
         plain = copy.copy(self)
-        plain.activation_norms = None
+        plain.activation_norms = plain.support_device = None
         fields = super(SupraConfig, plain).to_dict()
-        del fields["activation_norms"]
+        del fields["activation_norms"], fields["support_device"]
         if self.combination is None:
             del fields["combination"]
         return fields

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from ..budget import LayerBudget
 from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, takes_kernels
-from ..ops.choice import requested, tensor_obstacle
+from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
+from ..ops.reference import check_frozen
+from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
 from ..support import index_dtype
 from .combine import Combined
 from .compiled import number_of
@@ -63,6 +66,8 @@ class SupraLayer(BaseTunerLayer):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._weight_before_merge: Tensor | None = None
+        # How the gradient of U is computed where the weight is not kept, by adapter, and the support it is made for.
+        self._gradients: dict[str, tuple[Tensor, SupportGradient]] = {}
         # The fast path: what is written into the base weight, how its gradient is computed, who reads the same input.
         self._entry: Entry | None = None
         # One for training and one for evaluation: their dropouts differ.
@@ -164,9 +169,10 @@ class SupraLayer(BaseTunerLayer):
                 entry.restore()
 
     def forget(self) -> None:
-        """`restore`, and drop what was made for the kernels: tensors are about to be moved, replaced or taken out."""
+        """`restore`, and drop what is bound to tensors that are about to be moved, replaced or taken out."""
         self.restore()
         self._entry = None
+        self._gradients.clear()
         self._plans.clear()
         self._known.clear()
 
@@ -241,6 +247,8 @@ class SupraLayer(BaseTunerLayer):
         """Whether torch.compile may take this layer for one operator: where the kernels compute it, and it is plain."""
         if self.number < 0 or self.disable_adapters or self.merged or self.supra_unloaded:
             return False
+        if _is_sharded(self.base_layer):
+            return False
         names: Any = self.active_adapters
         bias = self.base_layer.bias
         if len(names) != 1 or (bias is not None and bias.requires_grad):
@@ -249,7 +257,7 @@ class SupraLayer(BaseTunerLayer):
             return False
         weight = self.base_layer.weight
         parts = self.sparse_parts(names), self.low_rank_parts(names)
-        if tensor_obstacle(x, weight, *parts, sharded=_is_sharded(self.base_layer)) is not None:
+        if tensor_obstacle(x, weight, *parts) is not None:
             return False
         return x.device.type == "cuda" or requested() == "triton"
 
@@ -259,13 +267,16 @@ class SupraLayer(BaseTunerLayer):
         if not sparse and not low_rank:
             return None
         base = self.base_layer
-        sharded = _is_sharded(base)
-        if sharded and self._entry is not None and self._entry.written:
-            raise RuntimeError(
-                f"{self.supra_layer}: the model was sharded while the adapter's values were written into its weights, "
-                "and the shards hold them now. Call model.state_dict() before fully_shard: it puts the weights back."
-            )
-        if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer, sharded=sharded):
+        if _is_sharded(base):
+            # In a forward it looks like any weight, but what is written into it is lost when FSDP frees it.
+            if self._entry is not None and self._entry.written:
+                raise RuntimeError(
+                    f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
+                    "weights, and the shards hold them now. Call model.state_dict() before fully_shard: it puts the "
+                    "weights back."
+                )
+            return None
+        if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
             return None
         from ..ops.fused import Layer
         from ..ops.inplace import Entry, Sweep
@@ -483,7 +494,31 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
         """y with these parts, where no kernel computes it."""
-        return sparse_linear(x, self.base_layer.weight, self.base_layer.bias, sparse, low_rank)
+        base = self.base_layer
+        if not _is_sharded(base):
+            return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
+        check_frozen(base.weight)
+        return self.transient(x, partial(_gathered_weight, base, self.supra_layer), sparse, low_rank)
+
+    # The compiler breaks its graph here: it cannot look into what makes the weight, nor into what is made per layer.
+    @torch.compiler.disable
+    def transient(
+        self, x: Tensor, weight: Callable[[], Tensor], sparse: list[Sparse], low_rank: list[LowRank], **how: Any
+    ) -> Tensor:
+        """y with these parts of the active adapters, as `transient_linear`, for a weight that is not kept."""
+        active: Any = self.active_adapters
+        names = [name for name in active if name in self.supra_values]
+        gradients = [partial(self._support_gradient, name, self.supra_indices[name]) for name in names]
+        return transient_linear(x, weight, self.base_layer.bias, sparse, low_rank, gradients, **how)
+
+    def _support_gradient(self, adapter_name: str, indices: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        sampled = takes_sampled_products(x, x.dtype, shape, layer=self.supra_layer)
+        kind: Any = SampledGradient if sampled else BlockGradient
+        known = self._gradients.get(adapter_name)
+        if known is None or known[0] is not indices or type(known[1]) is not kind:
+            known = self._gradients[adapter_name] = (indices, kind(indices, shape))
+        return known[1](x, dy)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.forget()
@@ -492,7 +527,8 @@ class SupraLinear(nn.Module, SupraLayer):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the base's own bits, and nothing that can be made again."""
         self.restore()
-        return {**self.__dict__, "_entry": None, "_known": {}, "_alone": {}, "compiled_groups": {}, "_plans": {}}
+        made: dict[str, Any] = {"_known": {}, "_alone": {}, "compiled_groups": {}, "_plans": {}, "_gradients": {}}
+        return {**self.__dict__, "_entry": None, **made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -511,6 +547,25 @@ class SupraLinear(nn.Module, SupraLayer):
 def _is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` manages the tensors of a module; it marks them so for torch.compile."""
     return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def _gathered_weight(base: nn.Linear, layer: str) -> Tensor:
+    """The weight (c, b) that FSDP has gathered into the layer for the forward or the backward that is running.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    from torch.distributed.tensor import DTensor
+
+    weight = base.weight
+    if isinstance(weight, DTensor):
+        raise RuntimeError(
+            f"{layer}: FSDP has not gathered its weight, only this process's shard is here. Call the layer through the "
+            "module that fully_shard was applied to, one around the adapter (its decoder layer, or the SupraLinear, "
+            "not the linear layer inside: auto_wrap_policy: TRANSFORMER_BASED_WRAP), and let the loss depend on that "
+            "module's output; or call that module's unshard() before."
+        )
+    return weight
 
 
 def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:

@@ -408,9 +408,11 @@ def _budget(base: Any, config: SupraConfig, name: str) -> LayerBudget:
 
 
 def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str) -> Tensor | None:
-    """The support of one layer, or None where a checkpoint is to bring it."""
+    """The support of one layer, beside its weight, or None where a checkpoint is to bring it."""
     if config.support == "saved" or weight.is_meta:
         return None
+    home = weight.device
+    weight = weight.detach().to(home if config.support_device is None else config.support_device)
     if not budget.sparse_count:
         check_weight(weight, layer=name)
         return None
@@ -420,7 +422,8 @@ def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str
     norms = config.loaded_norms() if config.needs_norms else None
     scores = score_rows(weight, None if norms is None else norms[name], layer=name)
     beta = 0.5 if config.hybrid_beta is None else config.hybrid_beta
-    return select_by_rows(scores, weight.shape, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
+    chosen = select_by_rows(scores, weight.shape, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
+    return chosen.to(home)
 
 
 def _weight(layer: Any, otherwise: torch.dtype) -> Tensor:

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from .. import quantized
 from ..ops import LowRank, Sparse
-from ..ops.choice import takes_sampled_products
 from ..ops.reference import autocast_dtype
-from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
 from .layer import SupraLinear
 
 
@@ -29,8 +27,6 @@ class QuantizedSupraLinear(SupraLinear):
     def __init__(self, base_layer: nn.Linear, layer: str, weight_dtype: torch.dtype) -> None:
         super().__init__(base_layer, layer)
         self.weight_dtype = quantized.weight_dtype(base_layer, weight_dtype)
-        # How the gradient of U is computed, by adapter.
-        self._gradients: dict[str, tuple[Tensor, SupportGradient]] = {}
 
     def base_weight(self) -> Tensor:
         """W̃ (c, b), a new tensor of `weight_dtype`."""
@@ -51,20 +47,8 @@ class QuantizedSupraLinear(SupraLinear):
         base = self.base_layer
         # As bitsandbytes chooses it: a 4-bit layer has its own, set by bnb_4bit_compute_dtype or by its first input.
         compute = getattr(base, "compute_dtype", None) or autocast_dtype(x.device.type) or x.dtype
-        active: Any = self.active_adapters
-        names = [name for name in active if name in self.supra_values]
-        gradients = [partial(self._support_gradient, name, self.supra_indices[name]) for name in names]
         weight = partial(quantized.dequantized, base, self.weight_dtype)
-        return transient_linear(x, weight, base.bias, sparse, low_rank, gradients, compute=compute, fresh=True)
-
-    def _support_gradient(self, adapter_name: str, indices: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        shape = (self.out_features, self.in_features)
-        sampled = takes_sampled_products(x, x.dtype, shape, layer=self.supra_layer)
-        kind: Any = SampledGradient if sampled else BlockGradient
-        known = self._gradients.get(adapter_name)
-        if known is None or known[0] is not indices or type(known[1]) is not kind:
-            known = self._gradients[adapter_name] = (indices, kind(indices, shape))
-        return known[1](x, dy)
+        return self.transient(x, weight, sparse, low_rank, compute=compute, fresh=True)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
         """Refused: the merged weight would have to be quantized again.
@@ -85,14 +69,6 @@ class QuantizedSupraLinear(SupraLinear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         return super()._apply(partial(_uncast, fn), recurse)
-
-    def forget(self) -> None:
-        """Drop what is bound to tensors that are about to be moved, replaced or taken out."""
-        super().forget()
-        self._gradients.clear()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_gradients": {}}
 
 
 def _uncast(fn: Any, tensor: Tensor) -> Tensor:

@@ -35,7 +35,9 @@ def load(rank, folder, mask_score, efficient):
     plugin._processes = _processes()
     plugin._windows = torch.randint(0, 61, (5, 16), generator=torch.Generator().manual_seed(3))
     adapted, config = plugin.load_adapter(model, cfg)
-    assert _kernels(adapted, cfg).startswith("reference, not Triton: " + ("FSDP" if cfg.fsdp_config else "the kernels"))
+    told = _kernels(adapted, cfg)
+    assert told.startswith("reference, not Triton: the kernels run on CUDA devices, not on cpu")
+    assert ("(the gradient of U alone; FSDP gathers the weights in every pass)" in told) == bool(cfg.fsdp_config)
     layers = {name: module for name, module in adapted.named_modules() if isinstance(module, SupraLayer)}
     supports = {name: layer.supra_indices["default"] for name, layer in layers.items()}
     unloaded = [name for name, layer in layers.items() if layer.supra_unloaded]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
 
 WORLD = 2
 STEPS = 3
@@ -24,7 +25,7 @@ def build(dtype, supra_lambda=0.5, gradient_checkpointing=False):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(dtype)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing == "reentrant"})
         model.enable_input_require_grads()
     config = SupraConfig(
         supra_lambda=supra_lambda, mask_score="magnitude", lora_dropout=0.0, task_type="CAUSAL_LM", init_weights=False
@@ -32,19 +33,31 @@ def build(dtype, supra_lambda=0.5, gradient_checkpointing=False):
     return get_peft_model(model, config)
 
 
-def shard(model):
-    """As accelerate does: every decoder layer, then the rest; parameters keep their dtype."""
+def shard(model, reshard=True, units="blocks and the rest"):
+    """As accelerate does: every decoder layer, then the rest; parameters keep their dtype.
+
+    `units` may be other modules: the "blocks" alone, every "adapted" layer and the rest, or the "linear" layers inside.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     settings = {
         "mesh": init_device_mesh("cpu", (WORLD,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32),
-        "reshard_after_forward": True,
+        "reshard_after_forward": reshard,
     }
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, **settings)
-    return fully_shard(model, **settings)
+    blocks = list(model.base_model.model.model.layers)
+    adapted = list(adapted_layers(model).values())
+    inner = [layer.base_layer for layer in adapted]
+    for module in {"adapted": adapted, "linear": inner}.get(units, blocks):
+        fully_shard(module, **settings)
+    return model if units == "blocks" else fully_shard(model, **settings)
+
+
+def adapted_layers(model):
+    from axolotl_supertune.tuner import SupraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, SupraLayer)}
 
 
 def batch(step):
@@ -148,33 +161,164 @@ def test_it_trains_as_the_whole_model_does_and_saves_all(
             torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-4)
 
 
-def refuses_kernels(rank, folder):
-    """Which layers the kernels were asked for, and why they were refused, inside a forward."""
-    from axolotl_supertune.ops import choice
-    from axolotl_supertune.tuner.layer import SupraLinear
+# What a step is made of, and the batches that its gradient is the sum of.
+STEPS_OF = {"one": [0], "accumulated": [0, 1], "forwards first": [0, 1]}
+SETTINGS = [
+    {},
+    {"reshard": False},
+    {"checkpointing": "reentrant"},
+    {"checkpointing": "reentrant", "reshard": False},
+    {"checkpointing": "not reentrant"},
+    {"checkpointing": "not reentrant", "reshard": False},
+    {"kind": "accumulated"},
+    {"kind": "accumulated", "reshard": False},
+    {"kind": "forwards first"},
+    {"kind": "forwards first", "checkpointing": "not reentrant"},
+    {"units": "blocks"},
+    {"units": "blocks", "checkpointing": "reentrant", "kind": "accumulated"},
+    {"units": "adapted"},
+    {"units": "adapted", "reshard": False},
+    {"dtype": torch.float32},
+    {"dtype": torch.float32, "checkpointing": "not reentrant"},
+]
+
+
+def step(model, kind, rows):
+    """The adapter's gradients after the batches of one step, whole."""
+    losses = []
+    for at in STEPS_OF[kind]:
+        if kind == "accumulated" and hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(at == 1)
+        ids = batch(at)[rows]
+        losses.append(model(input_ids=ids, labels=ids).loss)
+        if kind != "forwards first":
+            losses.pop().backward()
+    if losses:
+        sum(losses).backward()
+    return {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.requires_grad}
+
+
+def keeps_no_weight(rank, folder):
+    """In every setting the gradients, the weights that were saved for backward, and those that were written into.
+
+    Last, the weights that the reference would have saved: it keeps a reference to what FSDP frees and fills again.
+    """
+    from axolotl_supertune.tuner import layer as tuner_layer
+
+    def setting(dtype=torch.float64, checkpointing=False, kind="one", **of_shard):
+        model = build(dtype, gradient_checkpointing=checkpointing).to(dtype)
+        before = {name: layer.base_layer.weight.clone() for name, layer in adapted_layers(model).items()}
+        model = shard(model, **of_shard)
+        layers = adapted_layers(model)
+        saved = []
+
+        def pack(tensor):
+            for name, layer in layers.items():
+                weight = layer.base_layer.weight
+                shared = type(weight).__name__ == "Parameter" and tensor.data_ptr() == weight.data_ptr()
+                if shared or tensor.shape == weight.shape:
+                    saved.append(name)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = step(model, kind, slice(2 * rank, 2 * rank + 2))
+        kinds = {type(layer._gradients["default"][1]).__name__ for layer in layers.values()}
+        weights = {name: whole(layer.base_layer.weight) for name, layer in layers.items()}
+        changed = [name for name, weight in weights.items() if not torch.equal(weight, before[name])]
+        return found, saved, kinds, changed + [name for name, layer in layers.items() if layer._entry is not None]
+
+    outcomes = [setting(**each) for each in SETTINGS]
+    gathered, tuner_layer._is_sharded = tuner_layer._is_sharded, lambda module: False
+    by_reference = shard(build(torch.float64).to(torch.float64))
+    saved = []
+    names = {layer.base_layer.weight.shape: name for name, layer in adapted_layers(by_reference).items()}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(names.get(tensor.shape)) or tensor, lambda tensor: tensor
+    ):
+        step(by_reference, "one", slice(2 * rank, 2 * rank + 2))
+    tuner_layer._is_sharded = gathered
+    return outcomes, [name for name in saved if name]
+
+
+def dense_computed(layer, x, sparse, low_rank):
+    """The layer by autograd on its dense effective weight."""
+    weight = layer.base_layer.weight
+    for values, indices in sparse:
+        zero = torch.zeros(weight.numel(), dtype=values.dtype)
+        weight = weight + zero.scatter(0, indices.long(), values).view_as(weight)
+    for L, R, scaling, _ in low_rank:
+        weight = weight + scaling * L @ R
+    return F.linear(x, weight, layer.base_layer.bias)
+
+
+def test_gradients_are_the_dense_ones_and_no_weight_is_saved_for_them(run, monkeypatch):
+    from axolotl_supertune.tuner import SupraLinear
+
+    monkeypatch.setattr(SupraLinear, "computed", dense_computed)
+    expected = {
+        (dtype, kind): step(build(dtype).to(dtype), kind, slice(None))
+        for kind in STEPS_OF
+        for dtype in (torch.float32, torch.float64)
+    }
+    assert all(gradient.norm() > 0 for each in expected.values() for gradient in each.values())
+    for outcomes, saved_by_reference in run(keeps_no_weight):
+        assert len(outcomes) == len(SETTINGS)
+        for setting, (found, saved, kinds, written) in zip(SETTINGS, outcomes, strict=True):
+            dtype = setting.get("dtype", torch.float64)
+            # The processes' gradients are summed in fp32.
+            tolerance = 1e-6 if dtype == torch.float64 else 1e-5
+            exact = expected[dtype, setting.get("kind", "one")]
+            assert found.keys() == exact.keys()
+            for name, gradient in exact.items():
+                assert found[name].dtype == dtype
+                assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), (setting, name)
+            assert saved == written == [], setting
+            assert kinds == {"BlockGradient"}
+        assert len(saved_by_reference) == 14
+
+
+def is_not_gathered(rank, folder):
+    """What a layer says whose weight is not there: in a forward, in a backward, under fully_shard of its inside."""
+    told = []
+
+    def expect(function):
+        try:
+            function()
+        except RuntimeError as error:
+            told.append(str(error))
+        else:
+            told.append("nothing")
 
     model = shard(build(torch.float32))
-    told = []
-    original = choice.tensor_obstacle
+    ids, x = batch(0)[:2], torch.ones(3, 32)
+    block = model.base_model.model.model.layers[1]
+    layer = block.self_attn.q_proj
+    model(input_ids=ids)
+    expect(lambda: layer(x))
+    block.unshard()
+    y = layer(x)
+    block.reshard()
+    # The loss is something else than what comes out of the block: FSDP gathers nothing for that.
+    inner = []
+    handle = layer.register_forward_hook(lambda *args: inner.append(args[2]))
+    model(input_ids=ids)
+    handle.remove()
+    expect(lambda: inner[0].sum().backward())
+    expect(lambda: shard(build(torch.float32), units="linear")(input_ids=ids))
+    return told, y.detach()
 
-    def listen(x, weight, *args, **kwargs):
-        told.append((type(weight).__name__, original(x, weight, *args, **kwargs), original(x, weight, *args)))
-        return told[-1][1]
 
-    choice.tensor_obstacle = listen
-    train(model, slice(2 * rank, 2 * rank + 2))
-    layers = [module for module in model.modules() if isinstance(module, SupraLinear)]
-    return told, len(layers), [layer._entry is None for layer in layers]
-
-
-def test_the_kernels_refuse_gathered_weights(run):
-    for told, layers, entries in run(refuses_kernels):
-        assert len(told) >= STEPS * layers
-        for kind, reason, otherwise in told:
-            assert "FSDP gathers its weight" in reason
-            # Without the mark it would look like any weight.
-            assert (kind, otherwise) == ("Parameter", None)
-        assert all(entries)
+def test_a_weight_that_is_not_gathered_is_an_error_that_says_what_to_do(run):
+    model = build(torch.float32)
+    expected = model.base_model.model.model.layers[1].self_attn.q_proj(torch.ones(3, 32))
+    for told, y in run(is_not_gathered):
+        assert len(told) == 3
+        for message, name in zip(
+            told, (r"layers.1.self_attn.q_proj",) * 2 + ("layers.0.self_attn.q_proj",), strict=True
+        ):
+            assert message.startswith(f"model.{name}: FSDP has not gathered its weight")
+            assert "its decoder layer, or the SupraLinear, not the linear layer inside" in message
+        torch.testing.assert_close(y, expected)
 
 
 def meets_meta(rank, folder):

@@ -1,10 +1,12 @@
 """The method on a CUDA device gives what it gives on the CPU."""
 
 import copy
+import time
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from torch import nn
 
 from axolotl_supertune import SupraConfig, calibrate
 from axolotl_supertune.ops import LowRank, Sparse, effective_weight, sparse_linear
@@ -21,6 +23,42 @@ def test_support_is_the_same_on_both_devices_ties_included(direction, dtype):
         here = select_support(score(weight), 5000, direction)
         there = select_support(score(weight.cuda()), 5000, direction)
         assert torch.equal(here, there.cpu())
+
+
+def test_a_model_on_the_cpu_has_its_supports_chosen_on_the_gpu_a_layer_at_a_time(tiny_llama):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "dtype": torch.bfloat16}
+    ids = torch.randint(0, 97, (2, 32), generator=torch.Generator().manual_seed(0))
+    norms = calibrate(tiny_llama(**sizes), [ids], progress=False)
+    found = []
+    for device in (None, "cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model = get_peft_model(tiny_llama(**sizes), SupraConfig(activation_norms=norms, support_device=device))
+        # The largest layer has 2 MiB; choosing takes 24 bytes an entry of a block beside it.
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak == 0 if device is None else 2 * 2**20 <= peak <= 40 * 2**20
+        assert {each.device.type for each in model.state_dict().values()} == {"cpu"}
+        found.append({name: each for name, each in model.state_dict().items() if "supra_indices" in name})
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) == 56
+    assert all(torch.equal(found[1][name], support) for name, support in found[0].items())
+
+
+def test_choosing_on_the_gpu_is_faster_than_on_the_cpu():
+    """At the shape of Llama-3-70B's gate_proj; `-s` prints the seconds, the copy to the device included."""
+    seconds = {}
+    layer = nn.Linear(8192, 28672, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    for device in ("cpu", "cuda", "cuda"):  # the first on the device starts it up
+        knobs = {"mask_score": "magnitude", "target_modules": ["layer"], "support_device": device}
+        model = nn.ModuleDict({"layer": nn.Linear(8192, 28672, bias=False, device="meta")})
+        model["layer"].weight = layer.weight
+        start = time.perf_counter()
+        get_peft_model(model, SupraConfig(supra_lambda=0.3, **knobs))
+        seconds[device] = time.perf_counter() - start
+    print(f"one layer of 8192 x 28672: {seconds['cpu']:.2f} s on the CPU, {seconds['cuda']:.2f} s on the GPU")
+    assert seconds["cuda"] < seconds["cpu"]
 
 
 def parts(device, dtype, dropout=0.0):

@@ -16,7 +16,9 @@ from axolotl_supertune.bench.job import model_config
 from axolotl_supertune.budget import budget_rows, layer_budget
 from axolotl_supertune.calibration import default_layers
 from axolotl_supertune.memory import GIB, OPTIMIZERS, Calibration, Engine, Step, activation_bytes, base_bytes, estimate
+from axolotl_supertune.ops.transient import BlockGradient
 from axolotl_supertune.plan import CHECKED, shape_of
+from axolotl_supertune.tuner import SupraLayer
 
 BENCH = Path(__file__).parents[2] / "examples/bench"
 METHODS = {"super": "supra", "super-wanda": "supra", "supra": "supra", "lora": "lora", "full": "full"}
@@ -73,7 +75,15 @@ def test_the_bench_took_what_is_estimated(model, job, row):
 
 
 def small(
-    tiny_llama, method, *, dtype=torch.float32, vocabulary=512, supra_lambda=0.8, checkpointing=False, masked=False
+    tiny_llama,
+    method,
+    *,
+    dtype=torch.float32,
+    vocabulary=512,
+    supra_lambda=0.8,
+    checkpointing=False,
+    masked=False,
+    layers="reference",
 ):
     """Shape, budgets and step of a model that trains by `method`, its tensors, and its forward pass."""
     changes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -87,6 +97,10 @@ def small(
     if method == "supra":
         model = get_peft_model(model, SupraConfig(r0=8, supra_lambda=supra_lambda, mask_score="magnitude", **common))
         assert budget_table(model) == rows
+        for module in model.modules():
+            if isinstance(module, SupraLayer):
+                # As fully_shard marks a layer whose weight it gathers; here the weight is always there.
+                module.base_layer._is_fsdp_managed_module = layers == "transient"
     elif method == "lora":
         # On a CPU dropout keeps its mask in fp32, on a GPU a byte each: none, then.
         model = get_peft_model(model, LoraConfig(r=8, **common))
@@ -102,7 +116,7 @@ def small(
         *ids.shape,
         method=method,
         width=dtype.itemsize,
-        layers="reference",
+        layers=layers,
         dropout=method != "lora",
         checkpointing="blocks" if checkpointing else "none",
         attention="masked" if masked else "flash",
@@ -113,17 +127,18 @@ def small(
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"),
+    ("method", "dtype", "layers"),
     [
-        ("supra", torch.float32),
-        ("supra", torch.bfloat16),
-        ("lora", torch.bfloat16),  # in fp32 an input is no copy for every layer, and no plan asks
-        ("full", torch.float32),
-        ("full", torch.bfloat16),
+        ("supra", torch.float32, "reference"),
+        ("supra", torch.bfloat16, "reference"),
+        ("supra", torch.bfloat16, "transient"),
+        ("lora", torch.bfloat16, "reference"),  # in fp32 an input is no copy for every layer, and no plan asks
+        ("full", torch.float32, "reference"),
+        ("full", torch.bfloat16, "reference"),
     ],
 )
-def test_forward_keeps_what_is_estimated(tiny_llama, method, dtype):
-    shape, rows, step, known, loss = small(tiny_llama, method, dtype=dtype)
+def test_forward_keeps_what_is_estimated(tiny_llama, method, dtype, layers):
+    shape, rows, step, known, loss = small(tiny_llama, method, dtype=dtype, layers=layers)
     kept = kept_bytes(loss, known)
     logarithms = 4 * step.tokens * shape.vocabulary  # of the softmax
     assert kept == pytest.approx(activation_bytes(shape, rows, step)[0] + logarithms, rel=0.01)
@@ -154,12 +169,16 @@ def test_other_decoders_keep_what_is_estimated(kind):
         {"method": "supra", "supra_lambda": 0},
         {"method": "supra", "checkpointing": True},
         {"method": "supra", "masked": True},
+        {"method": "supra", "layers": "transient"},
+        {"method": "supra", "layers": "transient", "supra_lambda": 0},
+        {"method": "supra", "layers": "transient", "checkpointing": True},
         {"method": "full"},
         {"method": "full", "vocabulary": 8192, "dtype": torch.bfloat16},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_a_step_peaks_where_it_is_estimated(tiny_llama, changes):
+def test_a_step_peaks_where_it_is_estimated(tiny_llama, monkeypatch, changes):
+    monkeypatch.setattr(BlockGradient.__init__, "__kwdefaults__", {"block": 2**12})  # blocks small beside this model
     shape, rows, step, known, loss = small(tiny_llama, **changes)
     with Allocated(known) as allocated:
         loss().backward()
@@ -245,6 +264,7 @@ def test_what_saves_memory_saves_it(llama_8b):
     assert attentions == sorted(attentions)
     assert of(thin_norms=True).training < plain < of(mlp="other").training
     assert of(layers="reference").training > plain
+    assert of(layers="transient").training > plain  # there is no fused MLP
     assert of(optimizer="adamw_8bit").training < of(optimizer="adamw_torch").training
     assert of(accumulation=4).training == plain + 4 * sum(row.total for row in rows)
     assert of(width=4).training > plain

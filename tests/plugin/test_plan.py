@@ -232,6 +232,9 @@ def test_the_step_of_a_config(large):
     assert planned_step(large(LLAMA_70B, gradient_checkpointing=True)).checkpointing == "blocks"
     step = planned_step(large(LLAMA_70B, load_in_4bit=True))
     assert (step.base, step.layers) == ("nf4-double", "transient")  # refused or not
+    sharded = plan.make(large(LLAMA_70B, fsdp_version=2, fsdp_config={"reshard_after_forward": True}), gpus=8)
+    assert (sharded.job.step.base, sharded.job.step.layers) == ("plain", "transient")
+    assert any("of the kernels only the gradient of U" in note for note in sharded.notes)
     assert planned_step(large(LLAMA_70B, load_in_8bit=True)).base == "int8"
     assert planned_step(large(LLAMA_70B, chunked_cross_entropy=True)).loss == "chunked"
     liger = {"plugins": ["axolotl_supertune.SupertunePlugin", "axolotl.integrations.liger.LigerPlugin"]}

@@ -167,6 +167,33 @@ def test_unequal_supports_are_an_error_that_names_the_layer(adapted):
         check_same_everywhere(adapted, Alike(other))
 
 
+@pytest.mark.parametrize(
+    ("device", "weights", "chosen_on"),
+    [("cuda:1", "cpu", "cuda:1"), ("cuda:1", "meta", None), ("cpu", "cpu", None), ("mps", "cpu", None)],
+)
+def test_supports_of_a_model_on_the_cpu_are_chosen_on_the_process_s_gpu(base, monkeypatch, device, weights, chosen_on):
+    from axolotl.utils.dict import DictDefault
+
+    from axolotl_supertune import SupertunePlugin, plugin
+    from axolotl_supertune.checks import prepare
+
+    class Seen(Exception):
+        pass
+
+    def get_peft_model(model, config):
+        raise Seen(config.support_device)
+
+    monkeypatch.setattr(plugin, "get_peft_model", get_peft_model)
+    cfg = DictDefault({"adapter": "supra", "mask_score": "magnitude", "seed": 0, "lora_target_linear": True})
+    prepare(cfg, cfg.keys())
+    cfg.device = device
+    plugin = SupertunePlugin()
+    plugin._processes = Processes(1.0, "")
+    with pytest.raises(Seen) as seen:
+        plugin._new_adapter(AutoModelForCausalLM.from_pretrained(base).to(weights), cfg)
+    assert seen.value.args == (chosen_on,)
+
+
 @pytest.fixture
 def adapted(base):
     from peft import get_peft_model

@@ -3,6 +3,7 @@ import json
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from axolotl_supertune.budget import BudgetError
 from axolotl_supertune.scores import wanda_score
 from axolotl_supertune.support import random_support, select_support
 from axolotl_supertune.tuner import SupraLayer, SupraLinear
+from axolotl_supertune.tuner import model as tuner_model
 from axolotl_supertune.tuner.model import layer_budgets, target_layers
 
 LAMBDAS = [0, 0.3, 0.5, 0.8, 1]
@@ -142,6 +144,37 @@ def test_random_support_does_not_depend_on_the_other_target_layers(tiny_llama):
     many = get_peft_model(tiny_llama(), config(sparse_direction="random"))
     for name, indices in supports(few).items():
         assert torch.equal(indices, supports(many)[name])
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("meta")])
+def test_supports_are_chosen_on_the_device_asked_for_one_layer_there_at_a_time(llama, norms, monkeypatch, device):
+    seen, there = [], []
+    score = tuner_model.score_rows
+
+    def score_rows(weight, activation_norm, *, layer):
+        assert not any(each() is not None for each in there), "the layer before is still there"
+        if weight.is_meta:
+            there.append(weakref.ref(weight))
+        seen.append((layer, weight.device.type))
+        real = llama.get_submodule(layer).weight  # of a meta tensor nothing can be read
+        return score(real if weight.is_meta else weight, activation_norm, layer=layer)
+
+    monkeypatch.setattr(tuner_model, "score_rows", score_rows)
+    expected = supports(get_peft_model(copy.deepcopy(llama), config(mask_score="wanda", activation_norms=norms)))
+    seen.clear()
+    asked = config(mask_score="wanda", activation_norms=norms, support_device=device)
+    model = get_peft_model(copy.deepcopy(llama), asked)
+    assert [name for name, _ in seen] == list(expected)
+    assert {kind for _, kind in seen} == {"cpu" if device is None else torch.device(device).type}
+    assert_same(supports(model), expected)
+    assert {each.device.type for each in model.state_dict().values()} == {"cpu"}
+
+
+def test_the_device_is_no_part_of_an_adapter(llama, tmp_path):
+    model = get_peft_model(llama, config(support_device=torch.device("cpu")))
+    model.save_pretrained(tmp_path)
+    assert "support_device" not in json.loads((tmp_path / "adapter_config.json").read_text())
+    assert PeftConfig.from_pretrained(tmp_path).support_device is None
 
 
 def test_hybrid_beta_reaches_the_selection(tiny_llama):
