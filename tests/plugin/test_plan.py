@@ -212,7 +212,7 @@ def planned_step(mapping, **options):
     return made.job.step
 
 
-def test_the_step_of_a_config(large):
+def test_the_step_of_a_config(large, monkeypatch):
     step = planned_step(large(LLAMA_70B, micro_batch_size=4, sequence_len=512))
     assert (step.rows, step.length, step.attention, step.width) == (4, 512, "masked", 2)
     assert (step.base, step.checkpointing, step.loss, step.layers) == ("plain", "none", "transformers", "kernels")
@@ -235,6 +235,11 @@ def test_the_step_of_a_config(large):
     sharded = plan.make(large(LLAMA_70B, fsdp_version=2, fsdp_config={"reshard_after_forward": True}), gpus=8)
     assert (sharded.job.step.base, sharded.job.step.layers) == ("plain", "transient")
     assert any("of the kernels only the gradient of U" in note for note in sharded.notes)
+    with monkeypatch.context() as patch:
+        patch.setenv("SUPERTUNE_KERNELS", "reference")
+        sharded = plan.make(large(LLAMA_70B, fsdp_version=2, fsdp_config={"reshard_after_forward": True}), gpus=8)
+        assert sharded.job.step.layers == "reference"
+        assert not any("of the kernels only" in note for note in sharded.notes)
     assert planned_step(large(LLAMA_70B, load_in_8bit=True)).base == "int8"
     assert planned_step(large(LLAMA_70B, chunked_cross_entropy=True)).loss == "chunked"
     liger = {"plugins": ["axolotl_supertune.SupertunePlugin", "axolotl.integrations.liger.LigerPlugin"]}
