@@ -86,7 +86,9 @@ def run_tests(version: str, arguments: list[str]) -> dict[str, list[str]]:
         "CONFORMANCE_OUTCOMES": str(outcomes),
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-c", str(HERE / "pytest.ini"), "--rootdir", str(CACHE)]
+    # Of files outside its rootdir pytest gives tests names without the file.
+    root = os.path.commonpath([CACHE, HERE])
+    command = [sys.executable, "-m", "pytest", "-c", str(HERE / "pytest.ini"), "--rootdir", root]
     command += ["-p", "cases", "--tb=short", "-n", "2", *arguments]
     command += [*(str(source / "tests" / file) for file in FILES[:-1]), str(HERE / FILES[-1])]
     code = subprocess.run(command, cwd=source, env=environment, check=False).returncode
