@@ -377,6 +377,8 @@ _REFUSED_BESIDE_DEEPSPEED: dict[str, str] = {
     "fp16": "DeepSpeed would cast U, L and R to fp16; use bf16: true",
     "torch_compile": "it was not tried. Remove one of them",
     "deepcompile": "it was not tried. Remove it",
+    "load_in_4bit": "it was not tried; DDP keeps the quantized base on every GPU just as ZeRO-1 and ZeRO-2 do",
+    "load_in_8bit": "it was not tried; DDP keeps the quantized base on every GPU just as ZeRO-1 and ZeRO-2 do",
     "lora_modules_to_save": "DeepSpeed joins all that is trained in one tensor, and these modules are of the base's "
     "dtype; use DDP or FSDP2",
 }

@@ -134,6 +134,7 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
         ({**ZERO2, "data_types": {"grad_accum_dtype": "bf16"}}, {}, r"data_types\.grad_accum_dtype: bf16 rounds"),
         (ZERO2, {"fp16": True}, r"fp16: True .*DeepSpeed would cast U, L and R to fp16; use bf16: true"),
         (ZERO2, {"torch_compile": True}, r"torch_compile: True does not work with deepspeed"),
+        (ZERO2, {"load_in_4bit": True}, r"load_in_4bit: True does not work with deepspeed.*DDP"),
         (ZERO2, {"lora_modules_to_save": ["lm_head"]}, r"lora_modules_to_save: .* does not work with deepspeed"),
     ],
     ids=str,

@@ -138,9 +138,11 @@ def test_two_processes_train_a_4_bit_base_as_one(even_settings, train, launch):
 
 
 # Accelerate takes CPUs for no place for DeepSpeed, and transformers for none for bf16; and what DeepSpeed gathers into
-# requires a gradient, which gloo's own gathering into one tensor cannot write to.
+# requires a gradient, which gloo's own gathering into one tensor cannot write to. The operator that is left out is
+# compiled first, for a minute.
 ON_CPUS = """
-import accelerate.state, deepspeed.comm, transformers.training_args
+import accelerate.state, deepspeed.comm.torch, transformers.training_args
+deepspeed.comm.torch.build_shm_op = lambda: None
 gloo = "gloo", accelerate.state.DistributedType.MULTI_GPU
 accelerate.state.PartialState._prepare_backend = lambda self, *args, **kwargs: gloo
 deepspeed.comm.has_all_gather_into_tensor = lambda: False
@@ -160,15 +162,20 @@ def zero(stage):
     return json.loads((PACKAGE / f"examples/deepspeed_zero{stage}.json").read_text())
 
 
+def stages_in(checkpoint):
+    """Of ZeRO, as each process's part of the optimizer in a checkpoint says."""
+    parts = [torch.load(path, weights_only=False) for path in checkpoint.glob("global_step*/*optim_states.pt")]
+    return [part["optimizer_state_dict"]["zero_stage"] for part in parts]
+
+
 def test_zero_2_trains_as_one_process_and_resumes(even_settings, train, launch_deepspeed):
     one, two = even_settings(1, "one"), even_settings(2, "two", deepspeed=zero(2))
     train(one)
     status, output = launch_deepspeed(two)
     assert status == 0, output
-    assert "ZeRO stage 2 optimizer" in output
     assert_equal_runs(one, two)
     checkpoint = Path(two["output_dir"]) / "checkpoint-4"
-    assert len(list(checkpoint.glob("global_step4/*optim_states.pt"))) == 2, "each process's part of the optimizer"
+    assert stages_in(checkpoint) == [2, 2]
 
     resumed = even_settings(2, "resumed", deepspeed=zero(2), resume_from_checkpoint=str(checkpoint))
     status, output = launch_deepspeed(resumed)
@@ -218,7 +225,7 @@ def test_zero_1_computes_in_bf16_and_keeps_the_adapter_in_fp32(even_settings, la
     mapping = even_settings(2, "two", bf16=True, sparse_lr=1e-4, deepspeed=zero(1))
     status, output = launch_deepspeed(mapping, SHOWS_DTYPES)
     assert status == 0, output
-    assert "ZeRO stage 1 optimizer" in output
+    assert stages_in(Path(mapping["output_dir"]) / "checkpoint-8") == [1, 1]
     assert "DTYPES torch.bfloat16 torch.bfloat16 torch.float32" in output
     saved = load_file(Path(mapping["output_dir"]) / "adapter_model.safetensors")
     largest = {kind: max(each.abs().max() for name, each in saved.items() if kind in name) for kind in ("values", "_L")}
