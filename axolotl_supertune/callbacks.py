@@ -1,7 +1,7 @@
-"""What the plugin adds to a training: three guards, and what a run costs in the Trainer's logs."""
+"""What the plugin adds to a training: four guards, and what a run costs in the Trainer's logs."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from .processes import Processes
-from .trained import check_saved, untrained
+from .trained import adapter_tensors, check_saved, untrained
 from .tuner import SupraLayer
 
 
@@ -21,12 +21,31 @@ class RequireAllTrained(TrainerCallback):
         optimizer, model = kwargs.get("optimizer"), kwargs.get("model")
         if optimizer is None or model is None:
             return
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = {id(parameter) for group in _groups(optimizer) for parameter in group}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and id(parameter) not in held:
                 raise ValueError(
                     f"optimizer: {type(optimizer).__name__} does not hold {name}, which would stay untrained; use "
                     "another one, such as adamw_torch_fused."
+                )
+
+
+def _groups(optimizer: Any) -> Iterable[Iterable[Tensor]]:
+    """The parameters that an optimizer trains; of DeepSpeed's ZeRO, `param_groups` are flat partitions of them."""
+    groups = getattr(getattr(optimizer, "optimizer", None), "bit16_groups", None)
+    return [group["params"] for group in optimizer.param_groups] if groups is None else groups
+
+
+class RequireFp32(TrainerCallback):
+    """Raises at the first step if something has cast U, L or R, as DeepSpeed's bf16 would."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, tensor in adapter_tensors(kwargs["model"]).items():
+            if name.endswith((".supra_values", ".supra_L", ".supra_R")) and tensor.dtype != torch.float32:
+                raise RuntimeError(
+                    f"{name} has become {tensor.dtype}: U, L and R are trained in fp32, and something that prepared "
+                    "the model has cast them. Please report this, with the config and the versions of axolotl and "
+                    "accelerate."
                 )
 
 

@@ -5,6 +5,7 @@ Works on the raw YAML mapping, before Axolotl's own validation, and is idempoten
 
 import difflib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -83,8 +84,6 @@ _REFUSED: dict[str, str] = {
     "model_quantization_config": "of quantized bases those of bitsandbytes alone are supported: load_in_4bit or "
     "load_in_8bit",
     "qlora_sharded_model_loading": "it loads bases for adapter: qlora only",
-    "deepspeed": "it was not tried: it casts U, L and R to the dtype of its own config, and under ZeRO-3 no process "
-    "holds a weight to choose a support from; use DDP, or FSDP2 (fsdp_version: 2)",
     "relora": "ReLoRA restarts have no meaning for a fixed support",
     "reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
     "process_reward_model": "the classification head it trains is not in the adapter's layers; not supported yet",
@@ -260,6 +259,8 @@ def _check_modes(cfg: Config) -> None:
             raise ValueError(f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']} yet. Remove the key.")
     if cfg.get("fsdp") or cfg.get("fsdp_config"):
         _check_fsdp(cfg)
+    if cfg.get("deepspeed"):
+        _check_deepspeed(cfg)
     if _world() > 1:
         if cfg.get("ddp_broadcast_buffers"):
             raise ValueError(
@@ -353,6 +354,83 @@ def _check_fsdp(cfg: Config) -> None:
 def _fsdp(config: Mapping[str, Any], key: str) -> Any:
     """A key of fsdp_config, whose old names begin with fsdp_."""
     return config.get(key, config.get(f"fsdp_{key}"))
+
+
+# Keys of a DeepSpeed config that would train something else than the YAML says, or U, L and R in fewer bits.
+_REFUSED_IN_DEEPSPEED: dict[str, str] = {
+    "optimizer": "it would take the place of the YAML's optimizer, and of sparse_lr and lr_groups. Remove it",
+    "scheduler": "it would take the place of the YAML's lr_scheduler. Remove it",
+    "bf16.enabled": 'DeepSpeed would cast U, L and R to bf16. Write "auto": with bf16: true in the YAML the model then '
+    "computes under DeepSpeed's torch_autocast, and U, L and R stay fp32",
+    "fp16.enabled": "DeepSpeed would cast U, L and R to fp16. Remove it, and use bf16: true in the YAML",
+    "amp.enabled": "it is Apex's mixed precision, which casts U, L and R. Remove it, and use bf16: true in the YAML",
+    "torch_autocast": "the plugin writes it as bf16 in the YAML says. Remove it",
+    "zero_optimization.zero_quantized_weights": "it rounds what is trained. Remove it",
+    "zero_optimization.zero_quantized_gradients": "it rounds the gradients. Remove it",
+    "zero_optimization.offload_optimizer": "it was not tried, and an adapter's state is small. Remove it",
+    "zero_optimization.offload_param": "it belongs to ZeRO-3. Remove it",
+    "zero_optimization.zenflow": "it was not tried. Remove it",
+    "compression_training": "it prunes or quantizes what is trained. Remove it",
+    "tensor_parallel": "it is not supported yet. Remove it",
+}
+_REFUSED_BESIDE_DEEPSPEED: dict[str, str] = {
+    "fp16": "DeepSpeed would cast U, L and R to fp16; use bf16: true",
+    "torch_compile": "it was not tried. Remove one of them",
+    "deepcompile": "it was not tried. Remove it",
+    "load_in_4bit": "it was not tried; DDP keeps the quantized base on every GPU just as ZeRO-1 and ZeRO-2 do",
+    "load_in_8bit": "it was not tried; DDP keeps the quantized base on every GPU just as ZeRO-1 and ZeRO-2 do",
+    "lora_modules_to_save": "DeepSpeed joins all that is trained in one tensor, and these modules are of the base's "
+    "dtype; use DDP or FSDP2",
+}
+
+
+def deepspeed_config(named: Any) -> Mapping[str, Any]:
+    """The DeepSpeed config that the YAML's `deepspeed` is, or names.
+
+    Raises:
+        ValueError: a file that is not there, or no JSON.
+    """
+    if isinstance(named, Mapping):
+        return named
+    try:
+        with open(named, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"deepspeed: {named} cannot be read as a DeepSpeed config: {error}.") from error
+
+
+def _check_deepspeed(cfg: Config) -> None:
+    config = deepspeed_config(cfg["deepspeed"])
+
+    def value(dotted: str) -> Any:
+        found: Any = config
+        for key in dotted.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        # "none" is how DeepSpeed spells an offload that is off.
+        return None if isinstance(found, Mapping) and found.get("device") == "none" else found
+
+    stage = value("zero_optimization.stage")
+    if stage == 3:
+        raise ValueError(
+            "deepspeed: zero_optimization.stage: 3 does not work with adapter: "
+            f"{cfg['adapter']}: a process holds a part of every weight, and neither calibration nor the choice of a "
+            "support has one to look at. Use FSDP2 (fsdp_version: 2, with Axolotl 0.21), or stage 1 or 2."
+        )
+    if stage not in (1, 2):
+        raise ValueError(
+            f"deepspeed: zero_optimization.stage: {stage} shards nothing; write 1 or 2, or remove deepspeed (DDP)."
+        )
+    for key, reason in _REFUSED_IN_DEEPSPEED.items():
+        if value(key) not in (None, False, "auto"):
+            raise ValueError(f"deepspeed: {key}: {value(key)} does not work with adapter: {cfg['adapter']}: {reason}.")
+    for key in ("communication_data_type", "data_types.grad_accum_dtype"):
+        if value(key) not in (None, "fp32"):
+            raise ValueError(
+                f"deepspeed: {key}: {value(key)} rounds the gradients of U, L and R, which are fp32. Remove it."
+            )
+    for key, reason in _REFUSED_BESIDE_DEEPSPEED.items():
+        if cfg.get(key):
+            raise ValueError(f"{key}: {cfg[key]} does not work with deepspeed and adapter: {cfg['adapter']}: {reason}.")
 
 
 def on_cpus() -> bool:

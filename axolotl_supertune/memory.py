@@ -277,7 +277,8 @@ def estimate(
     if engine.name == "DDP":
         fixed["reduction buckets"] = gradients  # filled from the gradients, and of their size
     elif engine.name.startswith("ZeRO"):
-        fixed["reduction buckets"] = engine.bucket * step.width * (2.0 if engine.overlaps else 1.0)
+        width = step.width if step.method == "full" else 4  # of what is trained: U, L and R are fp32
+        fixed["reduction buckets"] = engine.bucket * width * (2.0 if engine.overlaps else 1.0)
     kept, block, transient = activation_bytes(shape, rows, step)
     live_loss, live_block = _gathered(shape, step, engine)
     accumulated = gradients / sharded if step.accumulation > 1 else 0.0

@@ -294,12 +294,12 @@ def engine_of(raw: MutableMapping[str, Any], gpus: int | None) -> Engine:
 
 
 def _deepspeed(named: Any, gpus: int) -> Engine:
-    settings = named
-    if not isinstance(named, dict):
-        try:
-            settings = json.loads(Path(named).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise click.ClickException(f"deepspeed: {named} cannot be read as a DeepSpeed config: {error}.") from error
+    from .checks import deepspeed_config
+
+    try:
+        settings = deepspeed_config(named)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
     zero = settings.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):

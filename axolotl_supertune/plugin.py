@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 
 from . import checks, quantized_base
 from .calibration import ActivationNorms, calibrate, streamed
-from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained
+from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import calibration_windows
 from .ops.choice import described
 from .processes import Processes
@@ -147,7 +147,7 @@ class SupertunePlugin(BasePlugin):
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
-            check_resume(cfg, checkpoint, asked=adapter_config(model, cfg))
+            check_resume(cfg, checkpoint, adapter_config(model, cfg), self._processes.world if self._processes else 1)
         if trained:
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
@@ -173,7 +173,9 @@ class SupertunePlugin(BasePlugin):
                 fsdp.mixed_precision_policy or MixedPrecisionPolicy(), param_dtype=None, reduce_dtype=torch.float32
             )
         assert self._processes is not None, "load_adapter came first"
-        callbacks = [RequireAllTrained(), CheckSaves(self._processes, self._resumes)]
+        if cfg.deepspeed:
+            _keep_fp32(trainer)
+        callbacks = [RequireAllTrained(), RequireFp32(), CheckSaves(self._processes, self._resumes)]
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
             callbacks.append(LogCost(trainer))
         if self._untrained:
@@ -273,6 +275,30 @@ class SupertunePlugin(BasePlugin):
                 sum_processes=None if alone else processes.sum,
             )
         return norms, time.perf_counter() - start
+
+
+def _keep_fp32(trainer: Any) -> None:
+    """Have DeepSpeed compute in bf16 under autocast, as one GPU does, and leave U, L and R in fp32.
+
+    Its own bf16 mode casts the whole model, and a config without a word about bf16 would get it from Accelerate.
+
+    Raises:
+        ValueError: DeepSpeed is not what trains.
+    """
+    state = trainer.accelerator.state
+    if getattr(state, "deepspeed_plugin", None) is None:
+        raise ValueError(
+            "deepspeed: this run would train without it, on the CPU. Remove the key, or unset ACCELERATE_USE_CPU."
+        )
+    config = state.deepspeed_plugin.deepspeed_config
+    config["bf16"] = {"enabled": False}
+    # No kind of module has its gradients reduced in bf16.
+    config["torch_autocast"] = {
+        "enabled": bool(trainer.args.bf16),
+        "dtype": "bfloat16",
+        "lower_precision_safe_modules": [],
+    }
+    config.setdefault("gradient_clipping", trainer.args.max_grad_norm or 0.0)  # else max_grad_norm would do nothing
 
 
 def _processes() -> Processes:

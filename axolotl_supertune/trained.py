@@ -94,8 +94,9 @@ def _differences(saved: SupraConfig, asked: SupraConfig, other: str, fields: tup
     )
 
 
-def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig) -> None:
-    """Refuse a checkpoint that is incomplete, or whose run was another one than the YAML describes."""
+def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, processes: int = 1) -> None:
+    """Refuse a checkpoint that is incomplete, whose run was another one than the YAML describes, or whose optimizer
+    state this run of so many processes cannot load."""
     folder = Path(checkpoint)
     missing = [name for name in CHECKPOINT_FILES if not (folder / name).is_file()]
     if not missing:
@@ -108,6 +109,7 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig) -> None:
             f"resume_from_checkpoint: {checkpoint} is incomplete, it has no {missing[0]}; the run probably stopped "
             "while writing it. Delete it to resume from the one before."
         )
+    _check_optimizer(cfg, folder, processes)
     saved = _read_config(checkpoint, "resume_from_checkpoint", cfg.adapter)
     differs = _differences(saved, asked, "the YAML says", (*RUN_FIELDS, "base_quantization"))
     if not differs and cfg.lora_model_dir:
@@ -117,6 +119,26 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig) -> None:
         raise ValueError(
             f"resume_from_checkpoint: the checkpoint {checkpoint} was trained with {differs}. Set it back to resume, "
             "or use another output_dir to start anew."
+        )
+
+
+def _check_optimizer(cfg: Any, folder: Path, processes: int) -> None:
+    """The Trainer itself goes on without the optimizer's state where it finds none."""
+    parts = len(list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt")))
+    if cfg.deepspeed and not parts:
+        raise ValueError(
+            f"resume_from_checkpoint: {folder} has no optimizer state of DeepSpeed, so it was written without it. "
+            "Remove deepspeed to resume it."
+        )
+    if parts and not cfg.deepspeed:
+        raise ValueError(
+            f"resume_from_checkpoint: the optimizer state in {folder} is DeepSpeed's. Set deepspeed as in that run "
+            f"and start {parts} processes to resume it, or start anew from its adapter: lora_model_dir: {folder}."
+        )
+    if parts and parts != processes:
+        raise ValueError(
+            f"resume_from_checkpoint: the optimizer state in {folder} is in {parts} parts, one a process, and "
+            f"DeepSpeed loads it in as many only; these are {processes}. Start {parts}."
         )
 
 

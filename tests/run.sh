@@ -8,7 +8,7 @@ venv=${VENV:-.venv}
 export HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
 source tests/environment.sh
-make_environment "$venv" "[test]"
+make_environment "$venv" "[test,deepspeed]"
 export PATH="$PWD/$venv/bin:$PATH"
 case $venv in /*) export PATH="$venv/bin:$PATH" ;; esac
 

@@ -243,8 +243,8 @@ def test_engines_hold_what_they_shard(llama_8b):
     for name in ("ZeRO-1", "ZeRO-2"):
         assert part(of(name, gpus=4), "base weights") == whole
         assert part(of(name, gpus=4), "optimizer") == (8 + 4) * trained / 4
-        assert part(of(name, gpus=4, bucket=10), "reduction buckets") == 20
-        assert part(of(name, gpus=4, bucket=10, overlaps=True), "reduction buckets") == 40
+        assert part(of(name, gpus=4, bucket=10), "reduction buckets") == 40
+        assert part(of(name, gpus=4, bucket=10, overlaps=True), "reduction buckets") == 80
     assert part(of("FSDP2", gpus=4, keeps_gathered=True), "gathered weights") == whole
     assert part(of("ZeRO-3", gpus=4, live=10**6), "gathered weights") == 2 * 10**6
 

@@ -72,7 +72,7 @@ def no_model_loads(monkeypatch):
         ({"rl": "dpo"}, r"rl: dpo does not work with adapter: supra"),
         ({"fsdp": ["full_shard"]}, r"FSDP1"),
         ({"fsdp_config": {"fsdp_version": 1}}, r"fsdp_version: 1 is FSDP1"),
-        ({"deepspeed": "zero2.json"}, r"deepspeed: zero2\.json"),
+        ({"deepspeed": "nowhere.json"}, r"deepspeed: nowhere\.json cannot be read"),
         ({"load_in_4bit": True, "load_in_8bit": True}, r"load_in_4bit: true and load_in_8bit: true"),
         ({"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, r"bnb_config_kwargs: .*fp4.* has no effect without"),
         ({"load_in_8bit": True, "bnb_config_kwargs": {"llm_int8_threshold": 0}}, r"no effect without load_in_4bit"),
@@ -103,6 +103,64 @@ def no_model_loads(monkeypatch):
 def test_a_bad_key_is_refused(settings, load, changes, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         load(settings(**changes))
+
+
+ZERO2 = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({"zero_optimization": {"stage": 3}}, {}, r"deepspeed: zero_optimization\.stage: 3 .*FSDP2"),
+        ({"zero_optimization": {"stage": 0}}, {}, r"deepspeed: zero_optimization\.stage: 0 shards nothing"),
+        ({"gradient_clipping": 1.0}, {}, r"deepspeed: zero_optimization\.stage: None shards nothing"),
+        ({**ZERO2, "bf16": {"enabled": True}}, {}, r'deepspeed: bf16\.enabled: True .*cast U, L and R.*"auto"'),
+        ({**ZERO2, "fp16": {"enabled": True}}, {}, r"deepspeed: fp16\.enabled: True .*cast U, L and R"),
+        ({**ZERO2, "amp": {"enabled": True}}, {}, r"deepspeed: amp\.enabled: True"),
+        ({**ZERO2, "torch_autocast": {"enabled": False}}, {}, r"deepspeed: torch_autocast: .* Remove it"),
+        (
+            {**ZERO2, "optimizer": {"type": "AdamW"}},
+            {},
+            r"deepspeed: optimizer: .*the YAML's optimizer, and of sparse_lr",
+        ),
+        ({**ZERO2, "scheduler": {"type": "WarmupLR"}}, {}, r"deepspeed: scheduler: .*the YAML's lr_scheduler"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            {},
+            r"deepspeed: zero_optimization\.offload_optimizer: .*not tried, .* Remove it",
+        ),
+        ({"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}, {}, r"zero_quantized_gradients: True"),
+        ({**ZERO2, "communication_data_type": "bf16"}, {}, r"communication_data_type: bf16 rounds the gradients"),
+        ({**ZERO2, "data_types": {"grad_accum_dtype": "bf16"}}, {}, r"data_types\.grad_accum_dtype: bf16 rounds"),
+        (ZERO2, {"fp16": True}, r"fp16: True .*DeepSpeed would cast U, L and R to fp16; use bf16: true"),
+        (ZERO2, {"torch_compile": True}, r"torch_compile: True does not work with deepspeed"),
+        (ZERO2, {"load_in_4bit": True}, r"load_in_4bit: True does not work with deepspeed.*DDP"),
+        (ZERO2, {"lora_modules_to_save": ["lm_head"]}, r"lora_modules_to_save: .* does not work with deepspeed"),
+    ],
+    ids=str,
+)
+def test_what_deepspeed_would_round_or_take_over_is_refused(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(
+            {"adapter": "supra", "mask_score": "magnitude", "deepspeed": config, **changes}, {"deepspeed", *changes}
+        )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}, "communication_data_type": "fp32"},
+        {"bf16": {"enabled": False}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
+    ],
+    ids=str,
+)
+def test_a_deepspeed_config_that_rounds_nothing_passes(tmp_path, more):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({**ZERO2, **more}))
+    cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": str(path)}
+    prepare(cfg, {"deepspeed"})
+    assert cfg["deepspeed"] == str(path)
 
 
 FSDP2 = {"reshard_after_forward": True, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}

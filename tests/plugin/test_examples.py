@@ -25,7 +25,7 @@ LLAMA = {
 }
 YAMLS = sorted(EXAMPLES.glob("*.yml"))
 PAPER = [path for path in YAMLS if path.name.startswith("llama3")]
-PROCESSES = {"llama3-8b-supra-fsdp2.yml": 4, "llama3-70b-supra-fsdp2.yml": 8}
+PROCESSES = {"llama3-8b-supra-fsdp2.yml": 4, "llama3-8b-supra-zero2.yml": 4, "llama3-70b-supra-fsdp2.yml": 8}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`axolotl train` in two processes on the CPU: what one process gives with the same global batch."""
+"""`axolotl train` in two processes on the CPU, DDP and ZeRO: what one process gives with the same global batch."""
 
 import json
 import os
@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from axolotl.utils.dict import DictDefault
+from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from axolotl_supertune import ActivationNorms
+from axolotl_supertune import ActivationNorms, SupraConfig
 from axolotl_supertune.processes import Processes
-from axolotl_supertune.trained import adapter_tensors, check_same_everywhere, check_saved
+from axolotl_supertune.trained import adapter_tensors, check_resume, check_same_everywhere, check_saved
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -33,13 +35,16 @@ runpy.run_module("axolotl.cli.train", run_name="__main__", alter_sys=True)
 
 @pytest.fixture
 def launch(write, tmp_path):
-    """A function (mapping, code to run first) → (exit status, output) of `axolotl train` in two processes."""
+    """A function (mapping, code to run first, environment) → (exit status, output) of `axolotl train` in two
+    processes."""
 
-    def launch(mapping, more=""):
+    def launch(mapping, more="", **changes):
         script = tmp_path / "train.py"
         script.write_text(TRAIN.format(more=more))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-        environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1", "AXOLOTL_NCCL_TIMEOUT": "100"}
+        path = f"{PACKAGE}:{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "AXOLOTL_NCCL_TIMEOUT": "100"}
+        environment.update(changes)
         ran = subprocess.run(
             [*command, write(mapping, "several.yml")],
             env=environment,
@@ -132,6 +137,119 @@ def test_two_processes_train_a_4_bit_base_as_one(even_settings, train, launch):
     assert_equal_runs(one, two)
 
 
+# Accelerate takes CPUs for no place for DeepSpeed, and transformers for none for bf16; and what DeepSpeed gathers into
+# requires a gradient, which gloo's own gathering into one tensor cannot write to. The operator that is left out is
+# compiled first, for a minute.
+ON_CPUS = """
+import accelerate.state, deepspeed.comm.torch, transformers.training_args
+deepspeed.comm.torch.build_shm_op = lambda: None
+gloo = "gloo", accelerate.state.DistributedType.MULTI_GPU
+accelerate.state.PartialState._prepare_backend = lambda self, *args, **kwargs: gloo
+deepspeed.comm.has_all_gather_into_tensor = lambda: False
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+"""
+
+
+@pytest.fixture
+def launch_deepspeed(launch):
+    """`launch` with DeepSpeed on the CPU."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (the extra `deepspeed`)")
+    places = {"ACCELERATE_USE_CPU": "false", "ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    return lambda mapping, more="": launch(mapping, ON_CPUS + more, **places)
+
+
+def zero(stage):
+    return json.loads((PACKAGE / f"examples/deepspeed_zero{stage}.json").read_text())
+
+
+def stages_in(checkpoint):
+    """Of ZeRO, as each process's part of the optimizer in a checkpoint says."""
+    parts = [torch.load(path, weights_only=False) for path in checkpoint.glob("global_step*/*optim_states.pt")]
+    return [part["optimizer_state_dict"]["zero_stage"] for part in parts]
+
+
+def test_zero_2_trains_as_one_process_and_resumes(even_settings, train, launch_deepspeed):
+    one, two = even_settings(1, "one"), even_settings(2, "two", deepspeed=zero(2))
+    train(one)
+    status, output = launch_deepspeed(two)
+    assert status == 0, output
+    assert_equal_runs(one, two)
+    checkpoint = Path(two["output_dir"]) / "checkpoint-4"
+    assert stages_in(checkpoint) == [2, 2]
+
+    resumed = even_settings(2, "resumed", deepspeed=zero(2), resume_from_checkpoint=str(checkpoint))
+    status, output = launch_deepspeed(resumed)
+    assert status == 0, output
+    assert "Calibrating" not in output
+    assert_equal_runs(two, resumed)
+
+
+def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
+    """The Trainer itself would go on with a new optimizer."""
+    checkpoint = tmp_path / "checkpoint-4"
+    SupraConfig(mask_score="magnitude").save_pretrained(checkpoint)
+    save_file({"U": torch.ones(1)}, checkpoint / "adapter_model.safetensors")
+    (checkpoint / "trainer_state.json").write_text("{}")
+    asked = PeftConfig.from_pretrained(str(checkpoint))
+
+    def resume(processes, **keys):
+        check_resume(DictDefault({"adapter": "supra", **keys}), str(checkpoint), asked, processes)
+
+    resume(2)
+    with pytest.raises(ValueError, match=r"checkpoint-4 has no optimizer state of DeepSpeed.* Remove deepspeed"):
+        resume(2, deepspeed=zero(2))
+    (checkpoint / "global_step4").mkdir()
+    for rank in range(2):
+        (checkpoint / f"global_step4/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    resume(2, deepspeed=zero(2))
+    with pytest.raises(ValueError, match=r"in 2 parts, one a process, .*these are 4\. Start 2"):
+        resume(4, deepspeed=zero(2))
+    with pytest.raises(ValueError, match=r"the optimizer state in .*checkpoint-4 is DeepSpeed's\. Set deepspeed"):
+        resume(2)
+
+
+SHOWS_DTYPES = """
+import transformers
+forward = transformers.LlamaForCausalLM.forward
+def shown(self, *args, **kwargs):
+    out = forward(self, *args, **kwargs)
+    layer = self.model.layers[0].mlp.up_proj
+    print("DTYPES", out.logits.dtype, layer.base_layer.weight.dtype, layer.supra_values["default"].dtype)
+    return out
+transformers.LlamaForCausalLM.forward = shown
+"""
+
+
+def test_zero_1_computes_in_bf16_and_keeps_the_adapter_in_fp32(even_settings, launch_deepspeed):
+    # sparse_lr: the groups of the YAML's optimizer are DeepSpeed's too.
+    mapping = even_settings(2, "two", bf16=True, sparse_lr=1e-4, deepspeed=zero(1))
+    status, output = launch_deepspeed(mapping, SHOWS_DTYPES)
+    assert status == 0, output
+    assert stages_in(Path(mapping["output_dir"]) / "checkpoint-8") == [1, 1]
+    assert "DTYPES torch.bfloat16 torch.bfloat16 torch.float32" in output
+    saved = load_file(Path(mapping["output_dir"]) / "adapter_model.safetensors")
+    largest = {kind: max(each.abs().max() for name, each in saved.items() if kind in name) for kind in ("values", "_L")}
+    assert largest["values"] < 1e-3
+    assert largest["_L"] > 1e-2
+    values = torch.cat([each for name, each in saved.items() if "values" in name])
+    assert values.dtype == torch.float32
+    assert not values.equal(values.bfloat16().float()), "they were rounded"
+    losses = losses_in(mapping)
+    assert losses[-1] < losses[0]
+
+
+CASTS = """
+import axolotl_supertune.plugin as plugin
+plugin._keep_fp32 = lambda trainer: None
+"""
+
+
+def test_an_adapter_that_deepspeed_has_cast_stops_the_run(even_settings, launch_deepspeed):
+    status, output = launch_deepspeed(even_settings(2, "two", bf16=True, deepspeed=zero(2)), CASTS)
+    assert status != 0
+    assert "q_proj.supra_values has become torch.bfloat16: U, L and R are trained in fp32" in output
+
+
 FAILS = """
 import axolotl_supertune.plugin as plugin
 def fail(*args, **kwargs): raise MemoryError("no memory on this card")
@@ -197,8 +315,6 @@ def test_supports_of_a_model_on_the_cpu_are_chosen_on_the_process_s_gpu(base, mo
 @pytest.fixture
 def adapted(base):
     from peft import get_peft_model
-
-    from axolotl_supertune import SupraConfig
 
     config = SupraConfig(mask_score="magnitude", task_type="CAUSAL_LM", modules_to_save=["embed_tokens"])
     return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
