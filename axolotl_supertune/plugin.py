@@ -152,6 +152,8 @@ class SupertunePlugin(BasePlugin):
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
+        # A run must go on from a checkpoint exactly; `post_train` asks for what the finished adapter is stored in.
+        model.peft_config["default"].values_dtype = "fp32"
         line = _calibration_line(model, self._calibrated or "as the adapter was made")
         LOG.info("\n%s%s\nKernels: %s", _table(model), line, _kernels(model, cfg))
         return model
@@ -187,6 +189,7 @@ class SupertunePlugin(BasePlugin):
         if self._finished and (self._processes is None or self._processes.is_first):
             check_saved(model, Path(cfg.output_dir))
         self._finished = True
+        model.peft_config["default"].values_dtype = cfg.values_dtype
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
         assert self._processes is not None
