@@ -1,5 +1,6 @@
 """SUPRA as a PEFT tuner: config, model, layer. Importing it registers the method with PEFT."""
 
+from .card import write_cards
 from .checkpoint import read_adapter, save_whole
 from .config import SupraConfig
 from .hotswap import hotswap_adapter
@@ -9,6 +10,7 @@ from .register import register
 
 register(SupraConfig, SupraModel)
 save_whole()
+write_cards()
 
 __all__ = [
     "SupraConfig",

@@ -4,10 +4,12 @@ import json
 import math
 import re
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -65,7 +67,7 @@ def test_two_runs_from_one_seed_write_the_same_adapter(settings, train, tmp_path
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
-def test_bf16_values_are_the_finished_adapters_alone(settings, train, tmp_path):
+def test_the_finished_adapter_has_bf16_values_and_a_card(settings, train, tmp_path):
     mapping = settings(max_steps=2, save_steps=2, eval_steps=None, values_dtype="bf16")
     trainer = train(mapping)
     trained = {".supra_values", ".supra_L", ".supra_R"}
@@ -82,6 +84,17 @@ def test_bf16_values_are_the_finished_adapters_alone(settings, train, tmp_path):
         saved = adapter_of(mapping)[name.removesuffix(".default")]
         assert torch.equal(saved, trainer.model.get_parameter(name).detach().bfloat16().float())
     assert not list((tmp_path / "adapter").rglob(".saving*"))
+
+    card = ModelCard.load(tmp_path / "adapter" / "README.md")
+    assert card.data.base_model == mapping["base_model"]
+    assert card.data.library_name == "peft"
+    for line in (
+        "- **Calibration:** 4 × 64 tokens of text.txt (seed 0)",
+        "- **Training data:** problems.jsonl",
+        "- **Training:** 2 steps, learning rate 0.005, adamw_torch, seed 0",
+        f"- **Axolotl:** {version('axolotl')}",
+    ):
+        assert line in card.text.splitlines(), card.text
 
 
 def test_another_seed_writes_another_adapter(settings, train, tmp_path):

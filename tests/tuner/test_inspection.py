@@ -32,9 +32,7 @@ def run(*arguments):
 def test_the_numbers_are_the_adapters(make, knobs):
     folder, layers = make(**knobs)
     reports = {report.layer: report for report in layer_reports(read_adapter(folder), 16)}
-    assert list(reports) == [
-        layer.supra_layer for layer in sorted(layers, key=lambda layer: list(reports).index(layer.supra_layer))
-    ]
+    assert [name.split(".")[2] for name in reports] == ["0"] * 7 + ["1"] * 7
     assert len(reports) == len(layers) == 14
     for layer in layers:
         report, budget = reports[layer.supra_layer], layer.supra_budget["default"]
