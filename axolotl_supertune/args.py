@@ -48,6 +48,11 @@ class SupertuneArgs(BaseModel):
         default=None, gt=0, description="Learning rate of the sparse values U. Default: learning_rate."
     )
     support_seed: int | None = Field(default=None, ge=0, description="Seed of a random support. Default: seed.")
+    values_dtype: Literal["fp32", "bf16"] | None = Field(
+        default=None,
+        description="dtype of U, L and R in the finished adapter's file. They are trained in fp32, and checkpoints "
+        "hold fp32 whatever is said here. Default fp32.",
+    )
     calibration_dataset: str | None = Field(
         default=None,
         description="Calibration text: a local .txt, .json(l), .json(l).gz or .parquet file, or a hub dataset, "

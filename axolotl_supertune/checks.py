@@ -69,6 +69,7 @@ _DEFAULTS: dict[str, Any] = {
     "sparse_direction": "bottom",
     "lora_alpha": 16,
     "lora_dropout": 0.05,
+    "values_dtype": "fp32",
     "calibration_dataset": C4_DATASET,
     "calibration_split": DEFAULT_SPLIT,
     "calibration_text_field": DEFAULT_TEXT_FIELD,
@@ -166,6 +167,7 @@ def method_config(cfg: Config, **more: Any) -> SupraConfig:
         sparse_direction=cfg["sparse_direction"],
         hybrid_beta=_number(cfg, "hybrid_beta"),
         support_seed=cfg["support_seed"],
+        values_dtype=cfg["values_dtype"],
         **more,
     )
 

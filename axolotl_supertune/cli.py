@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from .bench.command import bench
+from .export import export
 from .files import whole_file
+from .inspection import inspect
 from .plan import plan
 from .tasks import TASK_FOLDER
 from .tasks.contamination import contamination
@@ -22,6 +24,8 @@ def supertune() -> None:
 supertune.add_command(contamination)
 supertune.add_command(bench)
 supertune.add_command(plan)
+supertune.add_command(export)
+supertune.add_command(inspect)
 
 
 @supertune.command("calibrate")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from .trained import (
 )
 from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.base import base_quantization
+from .tuner.card import note_training
 from .tuner.model import layer_budgets
 from .tuner.quantized import QuantizedSupraLinear
 
@@ -152,6 +154,9 @@ class SupertunePlugin(BasePlugin):
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
+        note_training(model, *_training(cfg))
+        # A run must go on from a checkpoint exactly; `post_train` asks for what the finished adapter is stored in.
+        model.peft_config["default"].values_dtype = "fp32"
         line = _calibration_line(model, self._calibrated or "as the adapter was made")
         LOG.info("\n%s%s\nKernels: %s", _table(model), line, _kernels(model, cfg))
         return model
@@ -189,6 +194,7 @@ class SupertunePlugin(BasePlugin):
         if self._finished and (self._processes is None or self._processes.is_first):
             check_saved(model, Path(cfg.output_dir))
         self._finished = True
+        model.peft_config["default"].values_dtype = cfg.values_dtype
 
     def _new_adapter(self, model: Any, cfg: Any) -> Any:
         assert self._processes is not None
@@ -438,6 +444,21 @@ def _kernels(model: Any, cfg: Any) -> str:
         return f"{described(device, dtype, rank=0)} (the gradient of U alone; {every_pass} in every pass)"
     rank = max(budget.rank for layer in dense for budget in layer.supra_budget.values())
     return described(device, dtype, rank)
+
+
+def _training(cfg: Any) -> tuple[dict[str, str], list[str]]:
+    """For the model card: what Axolotl trained on and how, and the data sets' names on the hub."""
+    paths = [str(each["path"]) for each in cfg.datasets or [] if each.get("path")]
+    hub = [path for path in paths if not os.path.exists(path) and "://" not in path]
+    steps = f"{cfg.max_steps} steps" if cfg.max_steps else f"{cfg.num_epochs or 1:g} epochs"
+    lines = {
+        "Training data": ", ".join(path if path in hub else Path(path).name for path in paths) or "not named",
+        "Training": f"{steps}, learning rate {cfg.learning_rate}"
+        + (f", {cfg.sparse_lr} of the single weights" if cfg.sparse_lr else "")
+        + f", {cfg.optimizer}, seed {cfg.seed}",
+        "Axolotl": installed("axolotl"),
+    }
+    return lines, hub
 
 
 def _calibration_line(model: Any, how: str) -> str:

@@ -10,11 +10,13 @@ import safetensors
 from axolotl.utils.logging import get_logger
 from peft import PeftConfig, PeftModel
 from peft.utils import ModulesToSaveWrapper
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .processes import Processes, digest_of
 from .tuner import SupraConfig, SupraLayer
+from .tuner.checkpoint import unpack
 
 LOG = get_logger(__name__)
 
@@ -198,19 +200,20 @@ def check_saved(model: Any, folder: Path, *, values: bool = False, reads: bool =
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         raise RuntimeError(f"{folder} was saved without {path.name}: the adapter is not in it.")
+    saved = load_file(path)
+    damaged = unpack(saved)
     problems = []
-    with safetensors.safe_open(os.fspath(path), framework="pt") as saved:
-        there = set(saved.keys())
-        for name, tensor in expected.items():
-            if name not in there:
+    for name, tensor in expected.items():
+        if name not in saved:
+            if name.removesuffix(".supra_indices") not in damaged:
                 problems.append(f"{name} is missing")
-                continue
-            shape = tuple(saved.get_slice(name).get_shape())
-            if shape != tuple(tensor.shape):
-                problems.append(f"{name} has shape {shape}, the model's {tuple(tensor.shape)}")
-            elif (values or name.endswith(".supra_indices")) and not _equal(saved.get_tensor(name), tensor):
-                problems.append(f"{name} has other values")
-    problems += [f"{name} is not the model's" for name in sorted(there - expected.keys())]
+        elif saved[name].shape != tensor.shape:
+            problems.append(f"{name} has shape {tuple(saved[name].shape)}, the model's {tuple(tensor.shape)}")
+        elif (values or name.endswith(".supra_indices")) and not _equal(saved[name], tensor):
+            problems.append(f"{name} has other values")
+    problems += [f"{layer}: {problem}" for layer, problem in damaged.items()]
+    packed = {f"{layer}.supra_{name}" for layer in damaged for name in ("codes", "checksum")}
+    problems += [f"{name} is not the model's" for name in sorted(saved.keys() - expected.keys() - packed)]
     if problems:
         raise RuntimeError(
             f"{path} is not the adapter that the model has: {problems[0]}"

@@ -1,5 +1,7 @@
 """SUPRA as a PEFT tuner: config, model, layer. Importing it registers the method with PEFT."""
 
+from .card import write_cards
+from .checkpoint import read_adapter, save_whole
 from .config import SupraConfig
 from .hotswap import hotswap_adapter
 from .layer import SupraLayer, SupraLinear
@@ -7,5 +9,16 @@ from .model import SupraModel, budget_table, target_layers
 from .register import register
 
 register(SupraConfig, SupraModel)
+save_whole()
+write_cards()
 
-__all__ = ["SupraConfig", "SupraLayer", "SupraLinear", "SupraModel", "budget_table", "hotswap_adapter", "target_layers"]
+__all__ = [
+    "SupraConfig",
+    "SupraLayer",
+    "SupraLinear",
+    "SupraModel",
+    "budget_table",
+    "hotswap_adapter",
+    "read_adapter",
+    "target_layers",
+]

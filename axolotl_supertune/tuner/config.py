@@ -10,6 +10,7 @@ from peft.config import PeftConfig
 
 from ..budget import DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
 from ..calibration import ActivationNorms
+from ..codec import VALUES_DTYPES
 from ..scores import MASK_SCORES
 from ..support import SPARSE_DIRECTIONS
 from .register import peft_type
@@ -40,6 +41,7 @@ class SupraConfig(PeftConfig):
         calibration: filled in: where the activation norms came from.
         base_quantization: filled in: how bitsandbytes had quantized the base, as `quantization_config` takes it; None
             for a base that was not.
+        values_dtype: `fp32` or `bf16`, of U, L and R in the adapter's file; trained, and loaded again, in fp32.
         init_weights: False draws U and L at random instead of 0, for tests.
         combination: filled in by `add_weighted_adapter`: the adapters with their weights, the type, and rank and number
             of sparse entries of every layer, which follow from no budget; γ = α/r all the same.
@@ -91,6 +93,9 @@ class SupraConfig(PeftConfig):
     base_quantization: dict[str, Any] | None = field(
         default=None, metadata={"help": "Filled in: how bitsandbytes had quantized the base."}
     )
+    values_dtype: Literal["fp32", "bf16"] = field(
+        default="fp32", metadata={"help": "Of U, L and R in the adapter's file; trained in fp32 either way."}
+    )
     init_weights: bool = field(default=True, metadata={"help": "False draws U and L at random, for tests."})
     combination: dict[str, Any] | None = field(
         default=None, metadata={"help": "Filled in by add_weighted_adapter: what was combined, sizes per layer."}
@@ -125,7 +130,11 @@ class SupraConfig(PeftConfig):
         else:
             self.r0 = DEFAULT_R0 if self.r0 is None else self.r0
             check_r0(self.r0)
-        for key, allowed in (("mask_score", MASK_SCORES), ("sparse_direction", SPARSE_DIRECTIONS)):
+        for key, allowed in (
+            ("mask_score", MASK_SCORES),
+            ("sparse_direction", SPARSE_DIRECTIONS),
+            ("values_dtype", VALUES_DTYPES),
+        ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}.")
         if self.sparse_direction != "hybrid" and self.hybrid_beta is not None:

@@ -17,6 +17,7 @@ from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
 from ..ops.reference import check_frozen
 from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
 from ..support import index_dtype
+from .checkpoint import unpack_whole
 from .combine import Combined
 from .compiled import number_of
 from .known import Known
@@ -536,6 +537,7 @@ class SupraLinear(nn.Module, SupraLayer):
             self.number = number_of(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        unpack_whole(state_dict)  # done by now, unless there is no SupraModel around this layer
         self._arriving = self.check_checkpoint(state_dict, prefix)
         self.forget()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

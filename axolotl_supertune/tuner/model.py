@@ -19,6 +19,7 @@ from ..budget import BudgetRow, LayerBudget, budget_rows, layer_budget
 from ..scores import check_weight, score_rows
 from ..support import random_support, select_by_rows
 from .base import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization
+from .checkpoint import is_packed, unpack_whole
 from .combine import COMBINATION_TYPES, Combined, combine
 from .config import SupraConfig
 from .layer import SupraLayer, SupraLinear
@@ -238,8 +239,21 @@ class SupraModel(BaseTuner):
                 raise ValueError(f"{layer.supra_layer}: an adapter is merged here: call unmerge_adapter() first.")
             layer._check_loaded(adapters)
 
+    @classmethod
+    def _get_adapter_state_dict(cls, *args: Any, state_dict: dict[str, Any], adapter_name: str, **kwargs: Any) -> Any:
+        """What PEFT ≥ 0.21 takes for an adapter's: tensors of its layers, and those that stand for them in a file."""
+        found = super()._get_adapter_state_dict(*args, state_dict=state_dict, adapter_name=adapter_name, **kwargs)
+        return found | {key: state_dict[key] for key in state_dict if is_packed(key, adapter_name)}
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(cls, *args: Any, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """PEFT ≥ 0.21 looks for the names of the model's tensors in a file."""
+        unpack_whole(state_dict)
+        return super()._remap_adapter_state_dict_for_load(*args, state_dict=state_dict, **kwargs)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Check all that a checkpoint brings before the first tensor is copied: no error leaves a half-loaded model."""
+        unpack_whole(state_dict)
         known = set()
         for name, module in self.named_modules():
             if isinstance(module, SupraLayer):

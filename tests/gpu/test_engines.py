@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.version import Version
-from safetensors.torch import load_file
 
 PACKAGE = Path(__file__).parents[2]
 # The tiny model and its YAML.
@@ -136,7 +135,9 @@ def finish(run):
 
 
 def adapter_of(mapping, checkpoint=""):
-    return load_file(Path(mapping["output_dir"]) / checkpoint / "adapter_model.safetensors")
+    from axolotl_supertune.tuner import read_adapter
+
+    return read_adapter(Path(mapping["output_dir"]) / checkpoint)
 
 
 def assert_same_adapter(one, two, atol):

@@ -8,11 +8,11 @@ import click
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axolotl_supertune.checks import prepare
 from axolotl_supertune.cli import model_arguments
+from axolotl_supertune.tuner import read_adapter
 from axolotl_supertune.tuner.quantized import QuantizedSupraLinear
 
 PROMPTS = torch.randint(3, 400, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -107,7 +107,7 @@ def test_8_bits_in_fp16_with_super_train_resume_and_merge(settings, train, write
     trainer = train(longer)
     assert trainer.state.global_step == 6
     assert torch.equal(quantized_layers(trainer.model)[3].supra_indices["default"], support)
-    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    tensors = read_adapter(tmp_path / "adapter")
     assert {tensor.dtype for name, tensor in tensors.items() if "supra_values" in name} == {torch.float32}
 
     # merge-lora turns load_in_8bit off, and then Axolotl loads in fp32: equal but for the rounding of W̃ to fp16.

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from axolotl_supertune import ActivationNorms, SupraConfig
 from axolotl_supertune.processes import Processes
 from axolotl_supertune.trained import adapter_tensors, check_resume, check_same_everywhere, check_saved
+from axolotl_supertune.tuner import read_adapter
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -91,7 +92,7 @@ def losses_in(mapping):
 def assert_equal_runs(here, there):
     """Losses within 1e-5, supports and shapes equal, U, L and R within 2e-3 of values that reach 0.03."""
     torch.testing.assert_close(losses_in(here), losses_in(there), rtol=1e-5, atol=0)
-    one, two = (load_file(Path(each["output_dir"]) / "adapter_model.safetensors") for each in (here, there))
+    one, two = (read_adapter(each["output_dir"]) for each in (here, there))
     assert one.keys() == two.keys()
     assert max(tensor.abs().max() for name, tensor in one.items() if "supra_values" in name) > 0.01
     for name, tensor in one.items():
@@ -114,8 +115,8 @@ def test_two_processes_train_as_one_and_resume_each_other(even_settings, train, 
 
     # The kernels' plans and a broadcast per step would show here: the supports in the checkpoints are the first ones.
     for step in (4, 8):
-        at = load_file(Path(two["output_dir"]) / f"checkpoint-{step}/adapter_model.safetensors")
-        final = load_file(Path(two["output_dir"]) / "adapter_model.safetensors")
+        at = read_adapter(Path(two["output_dir"]) / f"checkpoint-{step}")
+        final = read_adapter(two["output_dir"])
         assert at.keys() == final.keys()
         assert all(torch.equal(at[name], final[name]) for name in at if "indices" in name)
 
@@ -332,7 +333,7 @@ def test_a_whole_save_passes(adapted, tmp_path, wrapper):
 
         layers = adapted.base_model.model.model.layers
         layers[0] = checkpoint_wrapper(layers[0])
-    assert adapter_tensors(model).keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
+    assert adapter_tensors(model).keys() == read_adapter(tmp_path).keys()
     check_saved(model, tmp_path)
 
 
@@ -356,7 +357,7 @@ KEY = "base_model.model.model.layers.1.mlp.up_proj.supra_"
 def test_a_lost_shard_is_an_error(adapted, tmp_path, damage, message):
     adapted.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    saved = load_file(path)
+    saved = read_adapter(tmp_path)
     damage(saved)
     save_file(saved, path)
     with pytest.raises(RuntimeError, match=message):

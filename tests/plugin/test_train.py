@@ -4,21 +4,24 @@ import json
 import math
 import re
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from axolotl_supertune import ActivationNorms, SupertunePlugin
+from axolotl_supertune.tuner import read_adapter
 
 PROMPTS = torch.randint(3, 400, (2, 17), generator=torch.Generator().manual_seed(1))
 
 
 def adapter_of(mapping):
-    return load_file(Path(mapping["output_dir"]) / "adapter_model.safetensors")
+    return read_adapter(mapping["output_dir"])
 
 
 def losses(trainer):
@@ -62,6 +65,36 @@ def test_two_runs_from_one_seed_write_the_same_adapter(settings, train, tmp_path
     train(two)
     for name in ("adapter_model.safetensors", "adapter_config.json", "activation_norms.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+def test_the_finished_adapter_has_bf16_values_and_a_card(settings, train, tmp_path):
+    mapping = settings(max_steps=2, save_steps=2, eval_steps=None, values_dtype="bf16")
+    trainer = train(mapping)
+    trained = {".supra_values", ".supra_L", ".supra_R"}
+
+    def dtypes(folder):
+        tensors = load_file(folder / "adapter_model.safetensors")
+        return {tensor.dtype for name, tensor in tensors.items() if f".{name.rpartition('.')[2]}" in trained}
+
+    assert dtypes(tmp_path / "adapter" / "checkpoint-2") == {torch.float32}
+    assert dtypes(tmp_path / "adapter") == {torch.bfloat16}
+    names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert {trainer.model.get_parameter(name).dtype for name in names} == {torch.float32}
+    for name in names:
+        saved = adapter_of(mapping)[name.removesuffix(".default")]
+        assert torch.equal(saved, trainer.model.get_parameter(name).detach().bfloat16().float())
+    assert not list((tmp_path / "adapter").rglob(".saving*"))
+
+    card = ModelCard.load(tmp_path / "adapter" / "README.md")
+    assert card.data.base_model == mapping["base_model"]
+    assert card.data.library_name == "peft"
+    for line in (
+        "- **Calibration:** 4 × 64 tokens of text.txt (seed 0)",
+        "- **Training data:** problems.jsonl",
+        "- **Training:** 2 steps, learning rate 0.005, adamw_torch, seed 0",
+        f"- **Axolotl:** {version('axolotl')}",
+    ):
+        assert line in card.text.splitlines(), card.text
 
 
 def test_another_seed_writes_another_adapter(settings, train, tmp_path):

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from axolotl_supertune import SupraConfig, calibrate
+from axolotl_supertune.tuner import read_adapter
 
 
 class Doubled(nn.Linear):
@@ -93,7 +94,7 @@ def saved(tiny_llama, tmp_path):
 
 def edit(folder, change):
     path = folder / "adapter_model.safetensors"
-    tensors = load_file(path)
+    tensors = read_adapter(folder)
     change(tensors)
     save_file(tensors, path, {"format": "pt"})
 

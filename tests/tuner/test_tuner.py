@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils.peft_types import PeftType
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -17,7 +17,7 @@ from axolotl_supertune import SupraConfig, budget_table, calibrate
 from axolotl_supertune.budget import BudgetError
 from axolotl_supertune.scores import wanda_score
 from axolotl_supertune.support import random_support, select_support
-from axolotl_supertune.tuner import SupraLayer, SupraLinear
+from axolotl_supertune.tuner import SupraLayer, SupraLinear, read_adapter
 from axolotl_supertune.tuner import model as tuner_model
 from axolotl_supertune.tuner.model import layer_budgets, target_layers
 
@@ -78,8 +78,9 @@ def assert_same(first, second):
 
 
 def edit_checkpoint(folder, change):
+    """Leaves a file of format 0, which has no checksum."""
     path = folder / "adapter_model.safetensors"
-    tensors = load_file(path)
+    tensors = read_adapter(folder)
     change(tensors)
     save_file(tensors, path)
 

@@ -1,0 +1,139 @@
+"""The file of an adapter: written by PEFT's save_pretrained, in the newest format and whole or not at all; read in all.
+
+Only files are packed. A model's state dict holds plain tensors, so that whatever gathers, shards or broadcasts state
+dicts (FSDP, accelerate, torch's checkpoints) sees the shapes and dtypes that the modules have.
+"""
+
+import functools
+import inspect
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..codec import pack_layer, unpack_layer
+from ..files import whole_file
+from .config import SupraConfig
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def pack(state_dict: Mapping[str, Any], values_dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """A state dict whose SUPRA layers are in the newest format.
+
+    Args:
+        state_dict: of a model; what is no tensor of these adapters stays as it is.
+        values_dtypes: `fp32` or `bf16` for every adapter, by name.
+    """
+    packed = dict(state_dict)
+    for (layer, adapter), keys in _layers(state_dict).items():
+        if adapter.removeprefix(".") in values_dtypes:
+            tensors = pack_layer(
+                {name: packed.pop(key) for name, key in keys.items()}, values_dtypes[adapter.removeprefix(".")]
+            )
+            packed.update({f"{layer}.supra_{name}{adapter}": tensor for name, tensor in tensors.items()})
+    return packed
+
+
+def unpack(state_dict: MutableMapping[str, Tensor]) -> dict[str, str]:
+    """Bring the SUPRA layers of a file, or of a state dict made from one, into format 0, in place.
+
+    Returns:
+        What is wrong with a layer, by its name; its tensors are left as they were.
+    """
+    problems = {}
+    for (layer, adapter), keys in _layers(state_dict).items():
+        try:
+            plain = unpack_layer({name: state_dict[key] for name, key in keys.items()})
+        except ValueError as error:
+            problems[layer] = str(error)
+            continue
+        for key in keys.values():
+            del state_dict[key]
+        state_dict.update({f"{layer}.supra_{name}{adapter}": tensor for name, tensor in plain.items()})
+    return problems
+
+
+def unpack_whole(state_dict: MutableMapping[str, Tensor]) -> None:
+    """`unpack`, or a ValueError that names the layer: the checksum does not match, or the format is newer."""
+    for layer, problem in unpack(state_dict).items():
+        raise ValueError(f"{layer.removeprefix('base_model.model.')}: {problem}")
+
+
+def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a saved adapter as the model has them, by their names without the adapter's, on the CPU.
+
+    Raises:
+        ValueError: the file is damaged, or of a newer format; the message names it and the layer.
+    """
+    path = Path(folder) / WEIGHTS
+    try:
+        tensors = load_file(path)
+        unpack_whole(tensors)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return tensors
+
+
+def is_packed(key: str, adapter: str) -> bool:
+    """Whether a key of a state dict is one that only a file has."""
+    return key.endswith((f".supra_codes.{adapter}", f".supra_checksum.{adapter}"))
+
+
+def _layers(tensors: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
+    """Keys by layer, adapter (with its dot; empty in a file) and the name of the tensor there."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for key in tensors:
+        layer, mark, rest = key.rpartition(".supra_")
+        if mark:
+            name, dot, adapter = rest.partition(".")
+            found.setdefault((layer, dot + adapter), {})[name] = key
+    return found
+
+
+def save_whole() -> None:
+    """Have `PeftModel.save_pretrained` write SUPRA adapters packed, each file whole or not at all.
+
+    PEFT writes into a folder inside the target, from which the finished files are moved, the config last. Later calls
+    do nothing; adapters of other methods, and processes that write nothing, pass through.
+    """
+    if not hasattr(PeftModel.save_pretrained, "saves_supra_whole"):
+        PeftModel.save_pretrained = _saving_whole(PeftModel.save_pretrained)
+
+
+def _saving_whole(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        values_dtypes = {
+            name: config.values_dtype for name, config in self.peft_config.items() if isinstance(config, SupraConfig)
+        }
+        given = signature.bind(self, save_directory, *args, **kwargs).arguments
+        if not values_dtypes or not given.get("is_main_process", True) or os.path.isfile(save_directory):
+            return original(self, save_directory, *args, **kwargs)
+        state_dict = kwargs.pop("state_dict", None)
+        packed = pack(self.state_dict() if state_dict is None else state_dict, values_dtypes)
+        target = Path(save_directory)
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving.", dir=target) as name:
+            staged = Path(name)
+            if (target / "README.md").is_file():
+                shutil.copy(target / "README.md", staged)
+            original(self, os.fspath(staged), *args, state_dict=packed, **kwargs)
+            files = [path for path in staged.rglob("*") if path.is_file()]
+            for path in sorted(files, key=lambda path: (path.name == CONFIG, path)):
+                with whole_file(target / path.relative_to(staged)) as temporary:
+                    path.replace(temporary)
+        return None
+
+    save_pretrained.saves_supra_whole = True  # type: ignore[attr-defined]
+    return save_pretrained

@@ -1,0 +1,75 @@
+"""The README.md beside an adapter."""
+
+import pytest
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from axolotl_supertune import SupraConfig, __version__
+from axolotl_supertune.tuner.card import note_training
+
+
+@pytest.fixture
+def base(tiny_llama, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+
+def test_the_card_says_what_the_adapter_is(base, norms, tmp_path):
+    norms.provenance.update({"dataset": "allenai/c4", "seed": 7, "sequence_len": 11})
+    config = SupraConfig(r0=4, supra_lambda=0.5, activation_norms=norms, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    note_training(model, {"Training data": "openai/gsm8k", "Axolotl": "0.19.0"}, ["openai/gsm8k"])
+    model.save_pretrained(tmp_path / "adapter")
+    card = ModelCard.load(tmp_path / "adapter/README.md")
+    assert card.data.base_model == str(tmp_path / "base")
+    assert card.data.library_name == "peft"
+    assert card.data.pipeline_tag == "text-generation"
+    assert {"supra", "axolotl-supertune"} <= set(card.data.tags)
+    assert card.data.datasets == ["openai/gsm8k"]
+    lines = card.text.splitlines()
+    for line in (
+        "## Supra adapter",
+        f"- **Base model:** {tmp_path / 'base'}",
+        "- **Method:** Supra, λ = 0.5, α = 16, support wanda-bottom, of *Super-Tuning: From Activation-Aware Pruning "
+        "to Sparse Fine-Tuning*",
+        "- **Budget:** rank 4: as many parameters as a LoRA of rank 4",
+        "- **Calibration:** 3 × 11 tokens of allenai/c4 (seed 7)",
+        "- **Training data:** openai/gsm8k",
+        "- **Axolotl:** 0.19.0",
+        f"- **axolotl-supertune:** {__version__}",
+    ):
+        assert line in lines, line
+    total, _ = model.get_nb_trainable_parameters()
+    assert f"- **Trained:** {total:,} parameters in 14 layers, {total // 2:,} of them single weights" in lines
+
+
+def test_a_second_save_replaces_the_section_and_keeps_the_rest(base, tmp_path):
+    model = get_peft_model(base, SupraConfig(r0=4, supra_lambda=0, mask_score="magnitude"))
+    model.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter/README.md"
+    first = path.read_text()
+    path.write_text(first.replace("## Uses", "My own words.\n\n## Uses").replace("density", "?").replace("rank 4", "?"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert path.read_text() == first.replace("## Uses", "My own words.\n\n## Uses")
+    assert path.read_text().count("## Super adapter") == 1
+    assert "none: the scores need no activations" in first
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    loaded.save_pretrained(tmp_path / "again")
+    assert "## Super adapter" in (tmp_path / "again/README.md").read_text()
+
+
+def test_a_card_without_headings_gets_the_section(base, tmp_path):
+    model = get_peft_model(base, SupraConfig(sparse_density=0.1, mask_score="magnitude", sparse_direction="hybrid"))
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
+    model.create_or_update_model_card(str(tmp_path))
+    text = (tmp_path / "README.md").read_text()
+    assert "license: mit" in text
+    assert "Mine." in text
+    assert "density 0.1 of every adapted layer" in text
+    assert "magnitude-hybrid (β = 0.5)" in text
+
+
+def test_cards_of_other_methods_are_pefts(base, tmp_path):
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    assert "supertune" not in (tmp_path / "adapter/README.md").read_text()

@@ -1,0 +1,193 @@
+"""What an adapter becomes for those who do not have this package."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from axolotl_supertune import SupraConfig
+from axolotl_supertune.export import CannotExport, export, export_adapter
+from axolotl_supertune.tuner import SupraLayer
+
+IDS = torch.arange(1, 24).view(1, -1)
+
+ELSEWHERE = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, output, dtype = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+model = PeftModel.from_pretrained(model, adapter).eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(1, 24).view(1, -1)).logits, output)
+assert not [name for name in sys.modules if name.startswith("axolotl_supertune")], "this package was imported"
+"""
+
+
+@pytest.fixture
+def make(tiny_llama, tmp_path):
+    """A function (dtype, **knobs) → (base folder, adapter folder, the adapted model)."""
+
+    def make(dtype=torch.float32, **knobs):
+        tiny_llama(dtype=dtype).save_pretrained(tmp_path / "base")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+        defaults = {"r0": 4, "mask_score": "magnitude", "init_weights": False, "task_type": "CAUSAL_LM"}
+        model = get_peft_model(base, SupraConfig(**{**defaults, **knobs})).eval()
+        model.save_pretrained(tmp_path / "adapter")
+        return tmp_path / "base", tmp_path / "adapter", model
+
+    return make
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def elsewhere(folder, base, adapter, dtype="float32"):
+    """Logits of stock PEFT in a process without this package."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["AXOLOTL_SUPERTUNE_AUTOLOAD"] = "0"
+    command = [sys.executable, "-c", ELSEWHERE, str(base), str(adapter), str(folder / "logits.pt"), dtype]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / "logits.pt")
+
+
+@pytest.mark.parametrize("target_modules", [None, ["q_proj", "down_proj"]])
+def test_shira_gives_equal_logits_where_this_package_is_not(make, tmp_path, target_modules):
+    base, adapter, model = make(supra_lambda=0, target_modules=target_modules)
+    export_adapter(adapter, "shira", tmp_path / "out")
+    expected = logits(model)
+    assert torch.equal(elsewhere(tmp_path, base, tmp_path / "out"), expected)
+    assert not torch.equal(expected, logits(AutoModelForCausalLM.from_pretrained(base)))
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name.rpartition(".")[2] for name in tensors} == {"shira_weight", "shira_indices"}
+
+
+def test_shira_of_a_bf16_base(make, tmp_path):
+    base, adapter, model = make(torch.bfloat16, supra_lambda=0)
+    export_adapter(adapter, "shira", tmp_path / "out")
+    torch.testing.assert_close(elsewhere(tmp_path, base, tmp_path / "out", "bfloat16"), logits(model))
+
+
+def test_shira_keeps_modules_to_save(make, tmp_path):
+    base, adapter, model = make(supra_lambda=0, modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    model.save_pretrained(adapter)
+    export_adapter(adapter, "shira", tmp_path / "out")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "target", "message"),
+    [
+        ({"supra_lambda": 0.5}, "shira", r"layers\.0\.\S+ has a low-rank part \(λ = 0\.5\).*--to lora\+base"),
+        ({"supra_lambda": 1.0}, "shira", r"has a low-rank part"),
+        (
+            {"supra_lambda": 0, "sparse_density": 0.1, "r0": None},
+            "shira",
+            r"layers\.0\.\S+ has \d+ entries in a layer of \d+ × \d+; SHiRA has r·.*--to merged",
+        ),
+        ({"supra_lambda": 0}, "lora+base", r"no low-rank part \(λ = 0\): use --to merged"),
+        ({"supra_lambda": 0.9, "sparse_density": 0.3, "r0": None}, "lora+base", r"ranks \d+ to \d+ \(density budget\)"),
+        ({"supra_lambda": 0.5, "task_type": "SEQ_CLS"}, "merged", "task_type SEQ_CLS"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(make, tmp_path, knobs, target, message):
+    _, adapter, _ = make(**{key: value for key, value in knobs.items() if key != "task_type"})
+    if "task_type" in knobs:
+        path = adapter / "adapter_config.json"
+        path.write_text(path.read_text().replace("CAUSAL_LM", knobs["task_type"]))
+    with pytest.raises(CannotExport, match=message):
+        export_adapter(adapter, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_shira_of_a_quantized_base_is_refused(make, tmp_path):
+    _, adapter, _ = make(supra_lambda=0)
+    path = adapter / "adapter_config.json"
+    quantized = '"base_quantization": {"load_in_4bit": true}'
+    path.write_text(path.read_text().replace('"base_quantization": null', quantized))
+    with pytest.raises(CannotExport, match="trained on a quantized base"):
+        export_adapter(adapter, "shira", tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("supra_lambda", [0, 0.5, 1])
+def test_merged_is_what_merging_gives(make, tmp_path, dtype, supra_lambda):
+    _, adapter, model = make(dtype, supra_lambda=supra_lambda)
+    export_adapter(adapter, "merged", tmp_path / "out")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    expected = model.merge_and_unload().state_dict()
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert written[name].dtype == dtype
+        assert torch.equal(written[name], tensor), name
+
+
+@pytest.mark.parametrize("supra_lambda", [0.5, 1])
+def test_lora_and_base_together_are_the_adapter(make, tmp_path, supra_lambda):
+    _, adapter, model = make(supra_lambda=supra_lambda, modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    model.save_pretrained(adapter)
+    export_adapter(adapter, "lora+base", tmp_path / "out")
+    found = elsewhere(tmp_path, tmp_path / "out/base", tmp_path / "out/lora")
+    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-5)
+    lora = LoraConfig.from_pretrained(tmp_path / "out/lora")
+    assert (lora.r, lora.lora_alpha, lora.rank_pattern) == (4 * supra_lambda, 16, {})
+    assert lora.base_model_name_or_path == str(tmp_path / "out/base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out/base")
+    for layer in (module for module in model.modules() if isinstance(module, SupraLayer)):
+        expected = layer.base_weight().clone()
+        if "default" in layer.supra_values:
+            expected.view(-1)[layer.supra_indices["default"].long()] += layer.supra_values["default"]
+        assert torch.equal(base.get_submodule(layer.supra_layer).weight, expected)
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(make, tmp_path, monkeypatch):
+    _, adapter, _ = make(supra_lambda=0.5)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(FileExistsError, match="exists already"):
+        export_adapter(adapter, "merged", tmp_path / "out")
+    monkeypatch.setattr("axolotl_supertune.export._save_adapter", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_adapter(adapter, "lora+base", tmp_path / "other")
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "out"}
+
+
+def test_the_command(make, tmp_path):
+    _, adapter, _ = make(supra_lambda=0)
+    run = lambda *arguments: CliRunner().invoke(export, [str(argument) for argument in arguments])  # noqa: E731
+    result = run(adapter, "--to", "shira", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert f"wrote {tmp_path / 'out'}" in result.output
+    result = run(adapter, "--to", "lora+base", "--output", tmp_path / "second")
+    assert result.exit_code == 1
+    assert "Error: the adapter has no low-rank part" in result.output
+    result = run(tmp_path / "base", "--to", "merged", "--output", tmp_path / "second")
+    assert "holds no adapter_config.json" in result.output
+    result = run(adapter, "--to", "merged", "--output", tmp_path / "second", "--base", tmp_path / "nowhere")
+    assert "the base model" in result.output
+    assert "--base names another place" in result.output
+
+
+def test_a_damaged_adapter_is_not_exported(make, tmp_path):
+    _, adapter, _ = make(supra_lambda=0)
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("supra_values"))
+    tensors[name][0] += 1
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="checksum does not match"):
+        export_adapter(adapter, "shira", tmp_path / "out")

@@ -1,0 +1,99 @@
+"""What `axolotl supertune inspect` says of an adapter."""
+
+import json
+
+import matplotlib.image
+import pytest
+import torch
+from click.testing import CliRunner
+from peft import get_peft_model
+
+from axolotl_supertune import SupraConfig
+from axolotl_supertune.inspection import _where, inspect, layer_reports
+from axolotl_supertune.tuner import SupraLayer, read_adapter
+
+
+@pytest.fixture
+def make(tiny_llama, tmp_path):
+    def make(**knobs):
+        config = SupraConfig(**{"r0": 4, "mask_score": "magnitude", "init_weights": False, **knobs})
+        model = get_peft_model(tiny_llama(), config)
+        model.save_pretrained(tmp_path / "adapter")
+        return tmp_path / "adapter", [module for module in model.modules() if isinstance(module, SupraLayer)]
+
+    return make
+
+
+def run(*arguments):
+    return CliRunner().invoke(inspect, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("knobs", [{"supra_lambda": 0}, {"supra_lambda": 0.5}, {"supra_lambda": 1}])
+def test_the_numbers_are_the_adapters(make, knobs):
+    folder, layers = make(**knobs)
+    reports = {report.layer: report for report in layer_reports(read_adapter(folder), 16)}
+    assert [name.split(".")[2] for name in reports] == ["0"] * 7 + ["1"] * 7
+    assert len(reports) == len(layers) == 14
+    for layer in layers:
+        report, budget = reports[layer.supra_layer], layer.supra_budget["default"]
+        assert (report.rows, report.columns) == (layer.out_features, layer.in_features)
+        assert (report.rank, report.entries) == (budget.rank, budget.sparse_count)
+        assert report.parameters == 4 * (report.rows + report.columns)
+        sparse = torch.zeros(report.rows * report.columns)
+        if report.entries:
+            sparse[layer.supra_indices["default"].long()] = layer.supra_values["default"].detach()
+        dense = sparse.view(report.rows, report.columns)
+        assert report.rows_touched == int(dense.bool().any(1).sum())
+        assert report.columns_touched == int(dense.bool().any(0).sum())
+        assert report.moved_max == pytest.approx(float(dense.abs().max()))
+        assert report.sparse_norm == pytest.approx(float(dense.norm()), rel=1e-5)
+        low_rank = layer.get_delta_weight("default").detach() - dense
+        assert report.low_rank_norm == pytest.approx(float(low_rank.norm()), rel=1e-3, abs=1e-6)
+
+
+def test_where_the_support_lies():
+    """A 128 × 64 layer whose first row, and last entry, are trained."""
+    indices = torch.cat([torch.arange(64), torch.tensor([128 * 64 - 1])]).int()
+    tensors = {
+        "base_model.model.lin.supra_shape": torch.tensor([128, 64], dtype=torch.int32),
+        "base_model.model.lin.supra_indices": indices,
+        "base_model.model.lin.supra_values": torch.full((65,), 2.0),
+    }
+    counts, moved, shape = _where(tensors, layer_reports(tensors, 16))
+    assert shape == (128, 64)
+    assert counts.shape == moved.shape == (64, 64)
+    assert (counts[0] == 0.5).all()
+    assert counts[-1, -1] == 0.5
+    assert counts[1:, :-1].sum() == 0
+    assert moved[0, 0] == pytest.approx(2 * 0.5**0.5)
+
+
+def test_the_command_prints_and_draws(make, tmp_path):
+    folder, _ = make(supra_lambda=0.5)
+    result = run(folder, "--png", tmp_path / "where.png")
+    assert result.exit_code == 0, result.output
+    assert "model.layers.1.mlp.down_proj" in result.output
+    assert "14 layers" in result.output
+    image = matplotlib.image.imread(tmp_path / "where.png")
+    assert image.shape[0] > 800
+    assert image[..., :3].std() > 0.05
+
+
+def test_json(make):
+    folder, layers = make(supra_lambda=0.5, values_dtype="bf16")
+    result = run(folder, "--json")
+    assert result.exit_code == 0, result.output
+    about = json.loads(result.output)
+    assert (about["r0"], about["supra_lambda"], about["values_dtype"]) == (4, 0.5, "bf16")
+    assert len(about["layers"]) == len(layers)
+    assert about["bytes"] == (folder / "adapter_model.safetensors").stat().st_size
+
+
+def test_what_is_no_adapter_is_named(make, tmp_path):
+    folder, _ = make(supra_lambda=0.5)
+    (folder / "adapter_model.safetensors").write_bytes(b"short")
+    result = run(folder)
+    assert result.exit_code == 1
+    assert "adapter_model.safetensors" in result.output
+    (folder / "adapter_config.json").unlink()
+    assert "holds no adapter_config.json" in run(folder).output
