@@ -210,8 +210,9 @@ def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
 
 
 SHOWS_DTYPES = """
-import transformers
+import functools, transformers
 forward = transformers.LlamaForCausalLM.forward
+@functools.wraps(forward)
 def shown(self, *args, **kwargs):
     out = forward(self, *args, **kwargs)
     layer = self.model.layers[0].mlp.up_proj
