@@ -142,8 +142,9 @@ def test_two_processes_train_a_4_bit_base_as_one(even_settings, train, launch):
 # requires a gradient, which gloo's own gathering into one tensor cannot write to. The operator that is left out is
 # compiled first, for a minute.
 ON_CPUS = """
-import accelerate.state, deepspeed.comm.torch, transformers.training_args
-deepspeed.comm.torch.build_shm_op = lambda: None
+import importlib
+import accelerate.state, deepspeed.comm, transformers.training_args
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # as an attribute, it is torch itself
 gloo = "gloo", accelerate.state.DistributedType.MULTI_GPU
 accelerate.state.PartialState._prepare_backend = lambda self, *args, **kwargs: gloo
 deepspeed.comm.has_all_gather_into_tensor = lambda: False
