@@ -19,7 +19,7 @@ from torch.func import functional_call
 from axolotl_supertune import SupraConfig, hotswap_adapter
 from axolotl_supertune.tuner import SupraLayer
 
-NAMES = st.sampled_from(["a", "b", "c"])
+NAMES = ("a", "b", "c", "d")
 IDS = torch.randint(0, 97, (2, 5), generator=torch.Generator().manual_seed(7))
 
 
@@ -83,16 +83,15 @@ class AdapterSequences(RuleBasedStateMachine):
 
     # Operations
 
-    @precondition(lambda self: not self.merged)
+    @precondition(lambda self: not self.merged and self.unused())
     @rule(
-        name=NAMES,
+        data=st.data(),
         direction=st.sampled_from(["bottom", "top", "random"]),
         supra_lambda=st.sampled_from([0, 0.5, 1]),
         only=st.sampled_from([None, ["q_proj", "k_proj", "v_proj"]]),
     )
-    def add(self, name, direction, supra_lambda, only):
-        if name in self.truths:
-            return
+    def add(self, data, direction, supra_lambda, only):
+        name = data.draw(st.sampled_from(self.unused()))
         self.model.add_adapter(name, self.config(direction, supra_lambda, only))
         self.shrink(name)
         self.truths[name] = Truth(self.model, name)
@@ -165,7 +164,7 @@ class AdapterSequences(RuleBasedStateMachine):
         self.saves[folder / name] = copy.deepcopy(self.truths[name])
 
     @precondition(lambda self: self.saves and not self.merged)
-    @rule(data=st.data(), name=NAMES)
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
     def load(self, data, name):
         folder = data.draw(st.sampled_from(sorted(self.saves)))
         if name in self.truths:
@@ -177,13 +176,11 @@ class AdapterSequences(RuleBasedStateMachine):
             self.model.load_adapter(folder, name)
         self.truths[name] = copy.deepcopy(self.saves[folder])
 
-    @precondition(lambda self: not self.merged and len(self.truths) > 1)
+    @precondition(lambda self: not self.merged and len(self.truths) > 1 and self.unused())
     @rule(data=st.data(), weight=st.sampled_from([1.0, -0.5]))
     def weigh(self, data, weight):
         first, second = data.draw(st.permutations(sorted(self.truths)))[:2]
-        new = data.draw(NAMES)
-        if new in self.truths:
-            return
+        new = data.draw(st.sampled_from(self.unused()))
         self.model.add_weighted_adapter([first, second], [1.0, weight], new, combination_type="cat")
         self.truths[new] = Truth(self.model, new)
         for name, weights in self.weights([first, second], scales=[1.0, weight], rounded=False).items():
@@ -234,6 +231,9 @@ class AdapterSequences(RuleBasedStateMachine):
         self.same(found, {**self.base, **merged})
 
     # Means
+
+    def unused(self):
+        return [name for name in NAMES if name not in self.truths]
 
     def config(self, direction, supra_lambda, targets):
         return SupraConfig(

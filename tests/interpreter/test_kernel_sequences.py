@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from axolotl_supertune.ops import inplace
 
 SETTINGS = settings(
-    max_examples=12,
+    max_examples=20,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 SETTINGS = settings(
-    max_examples=25,
+    max_examples=80,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
