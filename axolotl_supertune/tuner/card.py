@@ -116,4 +116,5 @@ def _calibration(made: Mapping[str, Any] | None) -> str:
         return "none: the scores need no activations"
     dataset = str(made.get("dataset", "?"))
     dataset = Path(dataset).name if Path(dataset).exists() else dataset
-    return f"{made['samples']} × {made.get('sequence_len', '?')} tokens of {dataset} (seed {made.get('seed', '?')})"
+    samples, length, seed = (made.get(key, "?") for key in ("samples", "sequence_len", "seed"))
+    return f"{samples} × {length} tokens of {dataset} (seed {seed})"

@@ -1,7 +1,8 @@
 """Tests of ours in the surroundings of PEFT's: trained parameters as it checks every method, and what is refused."""
 
 import pytest
-from peft import get_peft_model
+import torch
+from peft import get_peft_model, get_peft_model_state_dict
 from tests.test_custom_models import (
     MLP,
     MLP_2x_same_shape,
@@ -16,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from axolotl_supertune import SupraConfig
+from axolotl_supertune.tuner.checkpoint import read_adapter
 
 PARTS = {0: ["values"], 0.5: ["values", "L", "R"], 1: ["L", "R"]}
 
@@ -44,6 +46,18 @@ def test_requires_grad_follows_the_active_adapters(supra_lambda, second_layer):
     check(model, *first)
     model.base_model.set_adapter(["default", "adapter1"])
     check(model, *first, *second)
+
+
+@pytest.mark.parametrize("supra_lambda", PARTS)
+def test_only_the_named_adapter_is_saved_whatever_names_its_name_is_part_of(tmp_path, supra_lambda):
+    model = get_peft_model(MLP(), _config("lin0", supra_lambda))
+    expected = get_peft_model_state_dict(model)
+    for name in ("default2", "other_default", "foodefault_bar", "efaul"):
+        model.add_adapter(name, _config("lin0", supra_lambda))
+    model.save_pretrained(tmp_path, selected_adapters=["default"])
+    found = read_adapter(tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 class Gpt2Layer(nn.Module):
