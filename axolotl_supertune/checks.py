@@ -192,7 +192,7 @@ def check_provenance(cfg: Config, provenance: Mapping[str, Any], maximum: int | 
             raise ValueError(
                 f"{key}: {cfg[key]} beside calibration_path: {cfg['calibration_path']}, whose norms were made with "
                 f"{'an unknown one' if made is None else made}. Drop the key to use them, or calibrate anew: axolotl "
-                "supertune calibrate CONFIG, or without calibration_path."
+                "supertune calibrate CONFIG --overwrite, or without calibration_path."
             )
 
 

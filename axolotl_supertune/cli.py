@@ -18,7 +18,7 @@ from .tasks.contamination import contamination
 
 @click.group()
 def supertune() -> None:
-    """Super and Supra: plans, calibration, evaluation, contamination checks, and the cost of a training step."""
+    """Super and Supra: plan, calibrate, evaluate, inspect, export; contamination checks; what a step costs."""
 
 
 supertune.add_command(contamination)
@@ -38,7 +38,8 @@ supertune.add_command(inspect)
 @click.option(
     "--stream", is_flag=True, help="Keep the model in CPU memory, with one decoder layer at a time on the device."
 )
-def calibrate(config: Path, output: Path | None, stream: bool) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace the norms that are there.")
+def calibrate(config: Path, output: Path | None, stream: bool, overwrite: bool) -> None:
     """Measure the activation norms of CONFIG's base model on one device, and write them for calibration_path.
 
     For models that a training holds only in shards, and to calibrate once for many runs.
@@ -48,8 +49,8 @@ def calibrate(config: Path, output: Path | None, stream: bool) -> None:
     from .precalibrate import calibrate_base
 
     try:
-        path = calibrate_base(config, output, stream=stream)
-    except (ValueError, FileNotFoundError) as error:
+        path = calibrate_base(config, output, stream=stream, overwrite=overwrite)
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"wrote {path}; calibration_path: {path} in the YAML uses it")
 

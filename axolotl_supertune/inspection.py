@@ -69,7 +69,10 @@ def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
     else:
         from rich.console import Console
 
-        Console().print(report_table(reports, f"{adapter}: {config.base_model_name_or_path}"))
+        console = Console()
+        if not console.is_terminal:  # into a file as wide as it needs to be
+            console = Console(width=160)
+        console.print(report_table(reports, f"{adapter}: {config.base_model_name_or_path}"))
     if png is not None:
         with whole_file(png) as temporary:
             draw(tensors, reports, temporary)

@@ -240,7 +240,7 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
         _check_all_matched(cfg, budgets)
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
-    found = Plan(cfg, method, budget_rows(budgets), refusals)
+    found = Plan(cfg, method, budget_rows(budgets), refusals + _norms_refusal(cfg, model_config))
     text = model_config.get_text_config()
     found.unknown = _unlike_llama(text)
     if not found.unknown:
@@ -254,6 +254,22 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
         except ValueError as error:
             found.unknown = str(error)
     return found
+
+
+def _norms_refusal(cfg: Any, model_config: Any) -> list[str]:
+    """What training would say of the file in `calibration_path`, but for the weights that it was measured on."""
+    from .calibration import ActivationNorms
+    from .checks import check_provenance
+    from .plugin import _max_positions
+
+    if not cfg.get("calibration_path"):
+        return []
+    try:
+        norms = ActivationNorms.load(cfg["calibration_path"])
+        check_provenance(cfg, norms.provenance, _max_positions(model_config))
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return []
 
 
 def _job(cfg: Any, model: Any, text: Any, engine: Engine, tokens: int | None, notes: list[str]) -> Job:

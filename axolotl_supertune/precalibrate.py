@@ -30,13 +30,14 @@ class _BaseLoader(ModelLoader):
         pass
 
 
-def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = False) -> Path:
+def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = False, overwrite: bool = False) -> Path:
     """Write the norms of the model, layers and calibration text that a YAML describes.
 
     Args:
         config: the YAML.
         output: the file; default its `calibration_path`, else in its `output_dir`.
         stream: keep the model in CPU memory, with one decoder layer at a time on the device.
+        overwrite: replace a file that is there.
 
     Returns:
         The file.
@@ -44,6 +45,7 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
     Raises:
         ValueError: the YAML is refused, needs no norms, or the text is too short.
         FileNotFoundError: a file that it names is not there.
+        FileExistsError: the file is there already.
     """
     raw = yaml.safe_load(config.read_text(encoding="utf-8"))
     target = output or raw.get("calibration_path")
@@ -60,6 +62,9 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
             "--stream moves layers between devices, and bitsandbytes quantizes them on the way: leave it out, a "
             "quantized base is small; or drop load_in_4bit and load_in_8bit."
         )
+    path = Path(target or Path(cfg.output_dir) / NORMS_FILE)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} is there already: --overwrite replaces it, --output names another file.")
     plugin = next(each for each in PluginManager.get_instance().plugins.values() if isinstance(each, SupertunePlugin))
     plugin.calibrates_only = True
     if stream:
@@ -68,6 +73,5 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
     model, _ = loader.load()
     layers = list(layer_budgets(model, adapter_config(model, cfg)))
     norms, _ = plugin.measured_norms(model, cfg, layers, stream=stream)
-    path = Path(target or Path(cfg.output_dir) / NORMS_FILE)
     norms.save(path)
     return path

@@ -25,7 +25,7 @@ def test_the_command_writes_what_a_training_measures(settings, train, write, run
     sharded = {**mapping, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
     config = write({**sharded, "auto_resume_from_checkpoints": True})
     for options in ([], ["--stream"]):
-        result = run(config, "--output", tmp_path / "norms.safetensors", *options)
+        result = run(config, "--output", tmp_path / "norms.safetensors", "--overwrite", *options)
         assert result.exit_code == 0, result.output
         assert (tmp_path / "norms.safetensors").read_bytes() == trained.read_bytes()
     assert not list(tmp_path.glob(".norms*")), "a temporary file was left"
@@ -42,6 +42,15 @@ def test_the_command_writes_what_a_training_measures(settings, train, write, run
     assert (tmp_path / "a/b.safetensors").read_bytes() == trained.read_bytes()
     train(again)
     assert not (tmp_path / "again/activation_norms.safetensors").exists()
+
+
+def test_norms_that_are_there_are_not_replaced_unasked(settings, write, run, tmp_path):
+    there = tmp_path / "norms.safetensors"
+    there.write_bytes(b"of hours")
+    result = run(write(settings()), "--output", there)
+    assert result.exit_code == 1
+    assert "is there already: --overwrite replaces it" in result.output
+    assert there.read_bytes() == b"of hours"
 
 
 def test_without_a_path_it_writes_into_output_dir(settings, write, run):

@@ -7,11 +7,12 @@ import time
 
 import click
 import pytest
+import torch
 from axolotl.utils.dict import DictDefault
 from click.testing import CliRunner
 from transformers import LlamaConfig
 
-from axolotl_supertune import cli, plan
+from axolotl_supertune import ActivationNorms, cli, plan
 from axolotl_supertune.memory import GIB
 
 LLAMA_70B = {
@@ -112,6 +113,19 @@ def test_a_refusal_is_the_error_of_training(settings, load, run, changes):
     assert planned.exit_code == 1
     assert f"Refused: {error.value}" in planned.output
     assert "total" in planned.output
+
+
+@pytest.mark.parametrize("content", ["other norms", "no norms"])
+def test_a_calibration_file_that_training_refuses_is_refused(settings, run, tmp_path, content):
+    path = tmp_path / "norms.safetensors"
+    if content == "other norms":
+        ActivationNorms({"layer": torch.ones(3)}, "of a model", {"samples": 16}).save(path)
+    else:
+        path.write_text("hello")
+    planned = run(settings(calibration_path=str(path), calibration_samples=99))
+    assert planned.exit_code == 1
+    expected = f"beside calibration_path: {path}" if content == "other norms" else str(path)
+    assert expected in planned.output.partition("Refused: ")[2]
 
 
 def test_every_refusal_is_named_and_the_rest_planned(settings, run, tmp_path):
