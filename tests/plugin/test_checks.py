@@ -217,7 +217,7 @@ def test_fsdp2_keeps_the_adapter_in_fp32():
     )
     plugin = SupertunePlugin()
     plugin._processes = Processes(1.0, "")
-    plugin.add_callbacks_post_trainer(SimpleNamespace(adapter="supra"), trainer)
+    plugin.add_callbacks_post_trainer(SimpleNamespace(adapter="supra", deepspeed=None), trainer)
     assert (fsdp.mixed_precision_policy.param_dtype, fsdp.mixed_precision_policy.reduce_dtype) == (None, torch.float32)
 
 
