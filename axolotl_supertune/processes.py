@@ -101,6 +101,10 @@ class Processes:
         found: list[Any] = [None] * self.world
         with self._explained():
             dist.all_gather_object(found, (self._step, error, value), group=self._group)
+        if any(text is not None for _, text, _ in found):
+            # Nobody ends, and breaks its connections, before all have read this.
+            with contextlib.suppress(RuntimeError):
+                dist.barrier(group=self._group)
         for rank, (step, text, _) in enumerate(found):
             if text is not None and rank != self.rank:
                 raise OtherProcessFailed(f"process {rank} of {self.world} failed while {step}: {text}")
