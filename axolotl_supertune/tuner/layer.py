@@ -218,8 +218,8 @@ class SupraLayer(BaseTunerLayer):
             if layer is None:
                 return None
             known = self._known[self.training] = Known([self], x, layer)
-        layer = known.found
-        return layer
+        found: KernelLayer = known.found
+        return found
 
     def own_group(self, x: Tensor, *, whole_input: bool = False) -> "Group | None":
         """`kernel_layer`, as the group of one that the fused functions take; `whole_input` keeps x as it is."""
