@@ -30,6 +30,14 @@ FSDP2 = {
 ENGINES = {"ddp": {}, "fsdp2": {"fsdp_version": 2, "fsdp_config": FSDP2}}
 ADAPTER = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
 METHODS = {
+    # Hardly more than a model that trains nothing: one layer's adapter, the gradient through all others.
+    "floor": {
+        "adapter": "lora",
+        "lora_r": 1,
+        "lora_alpha": 16,
+        "lora_target_modules": r"model\.layers\.0\.self_attn\.q_proj",
+        **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False),
+    },
     "lora": {**ADAPTER, "adapter": "lora", "lora_target_linear": True},
     "supra": {**ADAPTER, "adapter": "supra", "supra_lambda": 0.8, "mask_score": "magnitude"},
     "super": {"lora_r": 8, "adapter": "super", "mask_score": "magnitude"},
@@ -51,7 +59,7 @@ def mapping_of(method, engine, base, data, folder, arguments):
     """The YAML's mapping of a run."""
     return {
         "base_model": str(base),
-        **({} if method == "lora" else {"plugins": [PLUGIN]}),
+        **({} if METHODS[method]["adapter"] == "lora" else {"plugins": [PLUGIN]}),
         **METHODS[method],
         **ENGINES[engine],
         "datasets": [{"path": str(data), "ds_type": "json"}],
