@@ -1,0 +1,1 @@
+"""Grids of runs: training them, and reporting what they gave."""

@@ -1,0 +1,136 @@
+"""What a run of a grid leaves behind, and where: `sweep` writes it, `report` reads it and nothing else.
+
+RUNS_DIR/grid.json                    the grid, resolved: what is to be run, and with which YAML
+RUNS_DIR/base/scores.json             the model before training
+RUNS_DIR/METHOD/lr…-ep…-seed…/        one run:
+    config.yml                        the YAML that `axolotl train` was given
+    log.txt                           what it printed
+    run.json                          a `Run`, written last: without it the run is not finished
+    scores.json                       `Scores`, where the run was scored; written last as well
+    adapter/                          Axolotl's output_dir
+"""
+
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from ..files import whole_file
+
+RUN_FILE = "run.json"
+SCORES_FILE = "scores.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    def write(self, path: Path) -> None:
+        with whole_file(path) as temporary:
+            temporary.write_text(self.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
+
+
+class RunKey(BaseModel):
+    """What tells a run of a grid from all others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str
+    learning_rate: float
+    epochs: float
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        """Relative to RUNS_DIR."""
+        return Path(self.method) / f"lr{self.learning_rate:g}-ep{self.epochs:g}-seed{self.seed}"
+
+
+class Run(_Record):
+    """One run that ended, well or not. Times in seconds, memory in GiB, losses in nats a target token."""
+
+    format: Literal[1] = 1
+    key: RunKey
+    status: Literal["done", "failed"]
+    error: str | None = None
+    """The last lines of the log of a run that failed."""
+    config_sha256: str
+    """Of config.yml."""
+    started: str
+    """ISO 8601, UTC."""
+    seconds: float
+    """Of the whole process."""
+    train_seconds: float | None = None
+    """Axolotl's train_runtime."""
+    steps: int | None = None
+    trainable_parameters: int | None = None
+    budget_parameters: int | None = None
+    """What the method's budget allows: Σ r(c + b) over its layers. None: the method has no budget (full)."""
+    peak_memory_gib: float | None = None
+    """None on a CPU."""
+    losses: list[tuple[int, float]] = []
+    """(step, mean training loss)."""
+    eval_losses: list[tuple[int, float]] = []
+    """(step, validation NLL); step 0 is the model before training."""
+    jobs_per_gpu: int = 1
+    """Runs that shared the device: times are comparable only where it is 1."""
+    device: str | None = None
+    versions: dict[str, str] = {}
+
+    @property
+    def validation_nll(self) -> float | None:
+        """Of the model that the run ended with, which is the one that is scored; None where it was not evaluated."""
+        return self.eval_losses[-1][1] if self.eval_losses else None
+
+
+class BenchmarkScores(_Record):
+    """One benchmark, item by item, in the order of its file: item i of every run is the same question."""
+
+    correct: str
+    """A character an item: 1 or 0, by the published rule."""
+    correct_strict: str
+    """The same by the corrected rule."""
+    clean: str | None = None
+    """1 where the training data does not hold the item; None: no contamination report was given."""
+    gold_nll: list[float] = []
+    """−log p of each gold target that `tasks.perplexity` scores, in nats."""
+    gold_tokens: list[int] = []
+
+
+class Scores(_Record):
+    """How one model answers the benchmarks."""
+
+    format: Literal[1] = 1
+    key: RunKey | None = None
+    """None: the model before training."""
+    benchmarks: dict[str, BenchmarkScores]
+    limit: float | None = None
+    """Items a benchmark (below 1: a share) where not all were asked."""
+    seconds: float
+    jobs_per_gpu: int = 1
+    device: str | None = None
+    versions: dict[str, str] = {}
+
+
+Record = TypeVar("Record", bound=_Record)
+
+
+def read_runs(runs_dir: Path) -> list[Run]:
+    """All finished runs, sorted by method, learning rate, epochs and seed.
+
+    Raises:
+        ValueError: a run.json is not a `Run`; names the file.
+    """
+    runs = [_read(Run, path) for path in runs_dir.glob(f"*/*/{RUN_FILE}")]
+    return sorted(runs, key=lambda run: (run.key.method, run.key.learning_rate, run.key.epochs, run.key.seed))
+
+
+def read_scores(path: Path) -> Scores:
+    """Raises ValueError, which names the file, if it holds no `Scores`."""
+    return _read(Scores, path)
+
+
+def _read(kind: type[Record], path: Path) -> Record:
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no {kind.__name__} of a grid ({error}); remove it to run this again.") from error
