@@ -27,7 +27,12 @@ FSDP2 = {
     "state_dict_type": "FULL_STATE_DICT",
 }
 # How the keys of an engine differ from those of one GPU.
-ENGINES = {"ddp": {}, "fsdp2": {"fsdp_version": 2, "fsdp_config": FSDP2}}
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ENGINES = {
+    "ddp": {},
+    "fsdp2": {"fsdp_version": 2, "fsdp_config": FSDP2},
+    "zero2": {"deepspeed": json.loads((EXAMPLES / "deepspeed_zero2.json").read_text())},
+}
 ADAPTER = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
 METHODS = {
     # Hardly more than a model that trains nothing: one layer's adapter, the gradient through all others.
