@@ -51,16 +51,22 @@ def needs(engine, processes):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (the extra `deepspeed`)")
 
 
-@pytest.fixture
-def make(settings, problems, tmp_path):
-    """A function (name, engine, processes, **changes) → the YAML mapping of a run into tmp_path/name."""
-    data = tmp_path / "even.jsonl"
+@pytest.fixture(scope="module")
+def even(problems, tmp_path_factory):
+    """The word problems, with one answer."""
+    data = tmp_path_factory.mktemp("even") / "even.jsonl"
     records = [json.loads(line) for line in problems[0].read_text().splitlines()]
     data.write_text("".join(json.dumps({**record, "output": "The answer is seven."}) + "\n" for record in records))
+    return data
+
+
+@pytest.fixture
+def make(settings, even, tmp_path):
+    """A function (name, engine, processes, **changes) → the YAML mapping of a run into tmp_path/name."""
 
     def make(name, engine, processes, **changes):
         return settings(
-            datasets=[{"path": str(data), "type": "alpaca"}],
+            datasets=[{"path": str(even), "type": "alpaca"}],
             output_dir=str(tmp_path / name),
             micro_batch_size=GLOBAL_BATCH // processes,
             calibration_batch_size=1,
@@ -134,6 +140,27 @@ def finish(run):
     return finish
 
 
+@pytest.fixture(scope="module")
+def finished():
+    """What `whole` has trained: several tests look at the same run."""
+    return {}
+
+
+@pytest.fixture
+def whole(make, finish, finished, tmp_path_factory):
+    """A function (engine, processes, bf16) → (mapping, losses) of a run that nothing disturbed."""
+
+    def whole(engine, processes, bf16=False):
+        key = (engine if processes > 1 else "ddp", processes, bf16)
+        if key not in finished:
+            mapping = make("whole", key[0], processes, bf16=bf16)
+            mapping["output_dir"] = str(tmp_path_factory.mktemp("whole") / "adapter")
+            finished[key] = mapping, finish(mapping, processes)
+        return finished[key]
+
+    return whole
+
+
 def adapter_of(mapping, checkpoint=""):
     from axolotl_supertune.tuner import read_adapter
 
@@ -158,10 +185,9 @@ TOLERANCES = {False: {"rtol": 1e-4, "atol": 5e-3}, True: {"rtol": 5e-3, "atol": 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("processes", WORLDS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_trains_as_one_gpu_does(make, finish, engine, processes, bf16):
+def test_an_engine_trains_as_one_gpu_does(whole, engine, processes, bf16):
     needs(engine, processes)
-    one, several = make("one", "ddp", 1, bf16=bf16), make("several", engine, processes, bf16=bf16)
-    expected, found = finish(one, 1), finish(several, processes)
+    (one, expected), (several, found) = whole("ddp", 1, bf16), whole(engine, processes, bf16)
     torch.testing.assert_close(found, expected, rtol=TOLERANCES[bf16]["rtol"], atol=0)
     assert found[-1] < found[0]
     assert_same_adapter(adapter_of(one), adapter_of(several), TOLERANCES[bf16]["atol"])
@@ -171,28 +197,26 @@ def test_an_engine_trains_as_one_gpu_does(make, finish, engine, processes, bf16)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_killed_run_goes_on(make, run, finish, engine):
+def test_a_killed_run_goes_on(make, run, finish, whole, engine):
     needs(engine, 2)
-    whole = make("whole", engine, 2)
-    expected = finish(whole, 2)
+    undisturbed, expected = whole(engine, 2)
     killed = make("killed", engine, 2, auto_resume_from_checkpoints=True)
     status, output = run(killed, 2, kill_at=6)
     assert status != 0, output[-4000:]
     assert not (Path(killed["output_dir"]) / "adapter_model.safetensors").exists()
     torch.testing.assert_close(finish(killed, 2), expected, rtol=1e-4, atol=0)
-    assert_same_adapter(adapter_of(whole), adapter_of(killed), 5e-3)
+    assert_same_adapter(adapter_of(undisturbed), adapter_of(killed), 5e-3)
 
 
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_goes_on_with_another_number_of_processes(make, finish, engine, processes):
+def test_a_run_goes_on_with_another_number_of_processes(make, finish, whole, engine, processes):
     needs(engine, max(2, processes))
     if processes == 1 and engine != "ddp":
         pytest.skip("one process does not shard")
     if engine.startswith("zero"):
         pytest.skip("refused: DeepSpeed loads an optimizer state in as many processes as wrote it")
-    first = make("first", engine, 2)
-    expected = finish(first, 2)
+    first, expected = whole(engine, 2)
     checkpoint = str(Path(first["output_dir"]) / "checkpoint-4")
     second = make("second", engine, processes, resume_from_checkpoint=checkpoint)
     torch.testing.assert_close(finish(second, processes), expected, rtol=1e-4, atol=0)
@@ -200,12 +224,11 @@ def test_a_run_goes_on_with_another_number_of_processes(make, finish, engine, pr
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_an_engine_saved_merges_and_loads(make, finish, engine, write):
+def test_what_an_engine_saved_merges_and_loads(whole, engine, write):
     needs(engine, 2)
     from transformers import AutoModelForCausalLM
 
-    mapping = make("several", engine, 2)
-    finish(mapping, 2)
+    mapping, _ = whole(engine, 2)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(PACKAGE)}
     merge = [sys.executable, "-m", "axolotl.cli.merge_lora", write(mapping, "several.yml")]
     subprocess.run(merge, env=environment, check=True, timeout=300)

@@ -1,14 +1,16 @@
-"""`axolotl train` in two processes on the CPU, DDP and ZeRO: what one process gives with the same global batch."""
+"""`axolotl train` in two processes on the CPU, DDP, FSDP2, ZeRO: what one process gives with the same global batch."""
 
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from axolotl.utils.dict import DictDefault
+from packaging.version import Version
 from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -136,6 +138,30 @@ def test_two_processes_train_a_4_bit_base_as_one(even_settings, train, launch):
     status, output = launch(two)
     assert status == 0, output
     assert_equal_runs(one, two)
+
+
+FSDP2 = {
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    "reshard_after_forward": True,
+    "state_dict_type": "FULL_STATE_DICT",
+}
+
+
+@pytest.mark.skipif(Version(version("axolotl")) < Version("0.21"), reason="FSDP2 is refused before Axolotl 0.21")
+def test_fsdp2_trains_as_one_process_and_resumes(even_settings, train, launch):
+    """With `cpu_ram_efficient_loading` the second process holds no weight until the first gives it its shards."""
+    one = even_settings(1, "one")
+    train(one)
+    for name, efficient, more in (("two", False, {}), ("efficient", True, {}), ("resumed", True, {"resume": "two"})):
+        asked = {"fsdp_version": 2, "fsdp_config": {**FSDP2, "cpu_ram_efficient_loading": efficient}}
+        if more:
+            asked["resume_from_checkpoint"] = str(Path(even_settings(2, more["resume"])["output_dir"]) / "checkpoint-4")
+        two = even_settings(2, name, **asked)
+        status, output = launch(two, f"sys.path.insert(0, {str(Path(__file__).parent)!r}); import fsdp2_on_cpus")
+        assert status == 0, output
+        assert ("Calibrating" in output) == (not more)
+        assert_equal_runs(one, two)
 
 
 # Accelerate takes CPUs for no place for DeepSpeed, and transformers for none for bf16; and what DeepSpeed gathers into
