@@ -90,7 +90,14 @@ def sparse_linear(
     check_frozen(weight)
     tensors = [tensor for part in sparse for tensor in part] + [tensor for part in low_rank for tensor in part[:2]]
     settings = [(part.scaling, part.dropout) for part in low_rank]
-    return _SparseLinear.apply(x, weight, bias, len(sparse), settings, *tensors)
+    return _applied(x, weight, bias, len(sparse), settings, *tensors)
+
+
+# The compiler breaks its graph here: traced by torch 2.11, this function's backward is given zeros for dy, and U, L and R
+# would not train, without a word.
+@torch.compiler.disable
+def _applied(*arguments: Any) -> Tensor:
+    return _SparseLinear.apply(*arguments)
 
 
 def check_frozen(weight: Tensor) -> None:
