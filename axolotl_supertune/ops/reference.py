@@ -93,8 +93,8 @@ def sparse_linear(
     return _applied(x, weight, bias, len(sparse), settings, *tensors)
 
 
-# The compiler breaks its graph here: traced by torch 2.11, this function's backward is given zeros for dy, and U, L and R
-# would not train, without a word.
+# The compiler breaks its graph here: traced by torch 2.11, this function's backward is given zeros for dy, and U, L and
+# R would not train, without a word.
 @torch.compiler.disable
 def _applied(*arguments: Any) -> Tensor:
     return _SparseLinear.apply(*arguments)

@@ -466,8 +466,11 @@ class SupraLinear(nn.Module, SupraLayer):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., b) → (..., c)."""
         # The usual case first, without a look at anything else: it holds only where the kernels may compute.
-        if torch.compiler.is_compiling() and self._compilable(x):
-            return torch.ops.axolotl_supertune.adapted_linear(x, self._trained(), self.number, self.out_features)[0]
+        if torch.compiler.is_compiling():
+            if self._compilable(x):
+                return torch.ops.axolotl_supertune.adapted_linear(x, self._trained(), self.number, self.out_features)[0]
+            if not self.disable_adapters and not self.merged:
+                return _uncompiled(self, x, *args, **kwargs)
         if not kwargs and self.shared_input is not None:
             y = self.shared_input.output(self, x)
             if y is not None:
@@ -544,6 +547,12 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def __repr__(self) -> str:
         return f"supra.{super().__repr__()}"
+
+
+# The compiler breaks its graph here: it must look neither into launches of kernels nor into the reference's backward.
+@torch.compiler.disable
+def _uncompiled(layer: SupraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return layer.forward(x, *args, **kwargs)
 
 
 def _is_sharded(module: nn.Module) -> bool:

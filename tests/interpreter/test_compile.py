@@ -59,3 +59,22 @@ def test_a_compiled_model_sees_what_an_optimizer_changed(tiny_llama, ids):
         after = compiled(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(after, model(input_ids=ids, use_cache=False).logits)
     assert not torch.equal(before, after)
+
+
+def test_a_layer_whose_bias_trains_is_left_to_eager_mode():
+    torch.manual_seed(3)
+    settings = {"r0": 2, "supra_lambda": 0.5, "lora_dropout": 0.0, "mask_score": "magnitude"}
+    config = SupraConfig(**settings, init_weights=False, target_modules=["0"])
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(16, 32)), config)
+    model.base_model.model[0].base_layer.bias.requires_grad_()
+    x = torch.randn(5, 16)
+
+    def found(run):
+        model.zero_grad()
+        run(x).square().sum().backward()
+        return {name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad}
+
+    expected = found(model)
+    assert len(expected) == 4
+    torch._dynamo.reset()
+    torch.testing.assert_close(found(torch.compile(model, backend="eager")), expected)
