@@ -22,10 +22,21 @@ class SupertuneArgs(BaseModel):
         description="λ, the low-rank share of the parameter budget: 0 is Super, 1 is LoRA. Default 0.8; "
         "`adapter: super` means 0.",
     )
-    mask_score: Literal["wanda", "magnitude"] | None = Field(
+    mask_score: Literal["wanda", "magnitude", "gradient", "squared_gradient"] | None = Field(
         default=None,
-        description="Score that orders a layer's weights: wanda |W|·‖X‖₂ (needs calibration) or magnitude |W|. "
-        "Default wanda.",
+        description="Score that orders a layer's weights: wanda |W|·‖X‖₂ (needs calibration), magnitude |W|, gradient "
+        "|∂L/∂W| of training batches (SIFT), squared_gradient, the mean of its squares (RoSA). Default wanda.",
+    )
+    gradient_batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Batches that a gradient score is taken on, each as large as an optimizer step's. Default 8.",
+    )
+    low_rank_warmup_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="Steps in which the low-rank part is trained alone before a gradient score chooses the support, as "
+        "RoSA may. Default 0.",
     )
     sparse_direction: Literal["bottom", "top", "hybrid", "random"] | None = Field(
         default=None,

@@ -15,6 +15,7 @@ from typing import Any
 from packaging.version import Version
 from transformers import BitsAndBytesConfig
 
+from . import gradient_checks
 from .args import SupertuneArgs
 from .corpus import (
     C4_DATASET,
@@ -147,7 +148,9 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
         cfg["supra_lambda"] = 0.0
     _set_quantization(cfg)
     _fill_defaults(cfg)
-    method_config(cfg)  # raises on what the method cannot do
+    method = method_config(cfg)  # raises on what the method cannot do
+    if method.by_gradient:
+        gradient_checks.check(cfg, has_sparse_part(cfg))
     _check_files(cfg)
     # The default, memory-efficient merge knows LoRA's file only and would write the base model back unmerged.
     cfg["merge_method"] = "legacy"
@@ -167,6 +170,8 @@ def method_config(cfg: Config, **more: Any) -> SupraConfig:
         sparse_direction=cfg["sparse_direction"],
         hybrid_beta=_number(cfg, "hybrid_beta"),
         support_seed=cfg["support_seed"],
+        gradient_batches=_integer(cfg, "gradient_batches"),
+        low_rank_warmup_steps=_integer(cfg, "low_rank_warmup_steps") or 0,
         values_dtype=cfg["values_dtype"],
         **more,
     )
@@ -215,7 +220,7 @@ def _check_names(cfg: Config, known: set[str]) -> None:
         near = [_ALIASES[plain]] if plain in _ALIASES else difflib.get_close_matches(plain, ours, n=1, cutoff=0.75)
         if near:
             raise ValueError(f"{key}: {cfg[key]} is not a key; did you mean {near[0]}?")
-        if str(key).startswith(("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_")):
+        if str(key).startswith(("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_", "low_rank_")):
             raise ValueError(f"{key}: {cfg[key]} is not a key; the plugin's keys are {', '.join(OWN_KEYS)}.")
 
 

@@ -62,6 +62,7 @@ def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
     if as_json:
         size = (adapter / "adapter_model.safetensors").stat().st_size
         about = {"base_model": config.base_model_name_or_path, "bytes": size, "calibration": config.calibration}
+        about |= {"gradient": config.gradient, "awaits_gradient": config.awaits_gradient}
         knobs = ("r0", "sparse_density", "supra_lambda", "mask_score", "sparse_direction", "lora_alpha", "values_dtype")
         about |= {name: getattr(config, name) for name in knobs}
         about["layers"] = [asdict(report) for report in reports]
@@ -73,6 +74,12 @@ def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
         if not console.is_terminal:  # into a file as wide as it needs to be
             console = Console(width=160)
         console.print(report_table(reports, f"{adapter}: {config.base_model_name_or_path}"))
+        if config.awaits_gradient:
+            console.print(
+                f"The support is still to be chosen, by {config.mask_score}: the low-rank part alone was trained, and "
+                "the indices hold the place of others.",
+                soft_wrap=True,
+            )
     if png is not None:
         with whole_file(png) as temporary:
             draw(tensors, reports, temporary)

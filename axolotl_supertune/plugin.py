@@ -34,6 +34,7 @@ from . import checks, quantized_base
 from .calibration import ActivationNorms, calibrate, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import calibration_windows
+from .gradient_support import ChooseByGradient
 from .ops.choice import described
 from .processes import Processes
 from .table import layer_table
@@ -69,6 +70,7 @@ class SupertunePlugin(BasePlugin):
         self._inference = False
         self._processes: Processes | None = None
         self._finished = False
+        self._awaits_gradient = False
         self._resumes: Path | None = None
         # `axolotl supertune calibrate`: the text is read whatever there is to resume.
         self.calibrates_only = False
@@ -154,6 +156,7 @@ class SupertunePlugin(BasePlugin):
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
+        self._awaits_gradient = model.peft_config["default"].awaits_gradient
         note_training(model, *_training(cfg))
         # A run must go on from a checkpoint exactly; `post_train` asks for what the finished adapter is stored in.
         model.peft_config["default"].values_dtype = "fp32"
@@ -181,8 +184,12 @@ class SupertunePlugin(BasePlugin):
         if cfg.deepspeed:
             _keep_fp32(trainer)
         callbacks = [RequireAllTrained(), RequireFp32(), CheckSaves(self._processes, self._resumes)]
+        cost = None
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
-            callbacks.append(LogCost(trainer))
+            cost = LogCost(trainer)
+            callbacks.append(cost)
+        if self._awaits_gradient:
+            callbacks.append(ChooseByGradient(trainer, self._processes, _seed(cfg), cost))
         if self._untrained:
             callbacks.append(RefuseUntrained(cfg.output_dir))
         return callbacks
@@ -211,7 +218,7 @@ class SupertunePlugin(BasePlugin):
         if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
             # What FSDP is to shard waits on the CPU, which chooses slowly.
             config.support_device = cfg.device
-        seed = checks.DEFAULT_SEED if cfg.seed is None else cfg.seed
+        seed = _seed(cfg)
         # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -281,6 +288,10 @@ class SupertunePlugin(BasePlugin):
                 sum_processes=None if alone else processes.sum,
             )
         return norms, time.perf_counter() - start
+
+
+def _seed(cfg: Any) -> int:
+    return checks.DEFAULT_SEED if cfg.seed is None else int(cfg.seed)
 
 
 def _keep_fp32(trainer: Any) -> None:
@@ -462,7 +473,11 @@ def _training(cfg: Any) -> tuple[dict[str, str], list[str]]:
 
 
 def _calibration_line(model: Any, how: str) -> str:
-    made = model.peft_config["default"].calibration
+    config = model.peft_config["default"]
+    made = config.calibration
+    if config.awaits_gradient:
+        after = f" after {config.low_rank_warmup_steps} steps" if config.low_rank_warmup_steps else ""
+        return f"Support: to be chosen by the {config.mask_score} of {config.gradient_batches} training batches{after}"
     if made is None:
         return "Calibration: none needed"
     return (

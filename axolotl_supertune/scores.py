@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MASK_SCORES = ("wanda", "magnitude")
+# Scores of training batches (`gradients.gradient_scores`), which no weight alone can tell.
+GRADIENT_SCORES = ("gradient", "squared_gradient")
+MASK_SCORES = ("wanda", "magnitude", *GRADIENT_SCORES)
 
 
 def magnitude_score(weight: Tensor, *, layer: str = "layer") -> Tensor:

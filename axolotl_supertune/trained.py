@@ -31,6 +31,8 @@ RUN_FIELDS = (
     "sparse_direction",
     "hybrid_beta",
     "support_seed",
+    "gradient_batches",
+    "low_rank_warmup_steps",
     "target_modules",
     "exclude_modules",
     "layers_to_transform",

@@ -73,6 +73,7 @@ def _block(model: Any, name: str, config: SupraConfig, lines: Mapping[str, str],
         "Trained": f"{sum(row.total for row in rows):,} parameters in {sum(row.layers for row in rows)} layers, "
         f"{sparse:,} of them single weights",
         "Calibration": _calibration(config.calibration),
+        **({"Gradient": _gradient(config)} if config.by_gradient else {}),
         **lines,
         "axolotl-supertune": sys.modules[__name__.partition(".")[0]].__version__,
     }
@@ -109,6 +110,14 @@ def _base(config: SupraConfig, model: Any) -> str:
     bits = {"load_in_4bit": "4 bits", "load_in_8bit": "8 bits"}
     used = [text for key, text in bits.items() if (config.base_quantization or {}).get(key)]
     return f"{name}, quantized to {used[0]} by bitsandbytes" if used else name
+
+
+def _gradient(config: SupraConfig) -> str:
+    made = config.gradient
+    if made is None:
+        return "not taken yet: the low-rank part is warming up, and the support holds the place of one"
+    drawn = f" ({made['rows']} rows, seed {made['seed']})" if "rows" in made else ""
+    return f"of {made['batches']} batches{drawn}, before step {made['step'] + 1}"
 
 
 def _calibration(made: Mapping[str, Any] | None) -> str:

@@ -11,9 +11,12 @@ from peft.config import PeftConfig
 from ..budget import DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
 from ..calibration import ActivationNorms
 from ..codec import VALUES_DTYPES
-from ..scores import MASK_SCORES
+from ..scores import GRADIENT_SCORES, MASK_SCORES
 from ..support import SPARSE_DIRECTIONS
 from .register import peft_type
+
+# Of 16 records, the paper's batch, as many records as calibration has windows.
+DEFAULT_GRADIENT_BATCHES = 8
 
 
 @dataclass
@@ -27,7 +30,11 @@ class SupraConfig(PeftConfig):
         supra_lambda: λ in [0, 1], the low-rank share of the budget. 0 is Super, 1 is LoRA.
         lora_alpha: α; γ = α/r with the layer's own rank r.
         lora_dropout: dropout on the input of the low-rank part.
-        mask_score: `wanda` (needs `activation_norms`) or `magnitude`.
+        mask_score: `wanda` (needs `activation_norms`), `magnitude`, or of training batches `gradient` or
+            `squared_gradient`: then `tuner.gradient.choose_supports` chooses the support before it is trained.
+        gradient_batches: of the two last: how many batches; default 8.
+        low_rank_warmup_steps: of the two last: steps in which the low-rank part is trained alone, before the support is
+            chosen. Default 0.
         sparse_direction: which scores the support takes: `bottom`, `top`, `hybrid` or `random` (needs no score).
         hybrid_beta: β, share of the largest scores; only with `hybrid`, default 0.5.
         support_seed: seed of `random`.
@@ -39,6 +46,7 @@ class SupraConfig(PeftConfig):
         support: `select` chooses the support now; `saved` leaves room for one that a checkpoint brings. A saved
             adapter's config says `saved`: a support is never chosen again.
         calibration: filled in: where the activation norms came from.
+        gradient: filled in: when and on what the gradient was taken; None until then.
         base_quantization: filled in: how bitsandbytes had quantized the base, as `quantization_config` takes it; None
             for a base that was not.
         values_dtype: `fp32` or `bf16`, of U, L and R in the adapter's file; trained, and loaded again, in fp32.
@@ -55,8 +63,14 @@ class SupraConfig(PeftConfig):
     supra_lambda: float = field(default=0.8, metadata={"help": "λ: low-rank share of the budget. 0 Super, 1 LoRA."})
     lora_alpha: float = field(default=16, metadata={"help": "α: the low-rank part is scaled by α/r."})
     lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the input of the low-rank part."})
-    mask_score: Literal["wanda", "magnitude"] = field(
-        default="wanda", metadata={"help": "Score that orders the weights: |W|·‖X‖ or |W|."}
+    mask_score: Literal["wanda", "magnitude", "gradient", "squared_gradient"] = field(
+        default="wanda", metadata={"help": "Score that orders the weights: |W|·‖X‖, |W|, |∂L/∂W| or (∂L/∂W)²."}
+    )
+    gradient_batches: int | None = field(
+        default=None, metadata={"help": "Batches that a gradient score is taken on. Default 8."}
+    )
+    low_rank_warmup_steps: int = field(
+        default=0, metadata={"help": "Steps of the low-rank part alone, before the support is chosen by gradient."}
     )
     sparse_direction: Literal["bottom", "top", "hybrid", "random"] = field(
         default="bottom", metadata={"help": "Which scores the support takes."}
@@ -89,6 +103,9 @@ class SupraConfig(PeftConfig):
     )
     calibration: dict[str, Any] | None = field(
         default=None, metadata={"help": "Filled in: where the activation norms came from."}
+    )
+    gradient: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Filled in: when and on what the gradient was taken."}
     )
     base_quantization: dict[str, Any] | None = field(
         default=None, metadata={"help": "Filled in: how bitsandbytes had quantized the base."}
@@ -145,6 +162,7 @@ class SupraConfig(PeftConfig):
         if self.sparse_direction == "hybrid":
             self.hybrid_beta = 0.5 if self.hybrid_beta is None else self.hybrid_beta
             check_beta(self.hybrid_beta)
+        self._check_gradient()
         if not (isinstance(self.lora_dropout, (int, float)) and 0 <= self.lora_dropout < 1):
             raise ValueError(f"lora_dropout={self.lora_dropout!r} is not in [0, 1).")
         if not (isinstance(self.lora_alpha, (int, float)) and math.isfinite(self.lora_alpha)):
@@ -153,6 +171,36 @@ class SupraConfig(PeftConfig):
             raise ValueError(f"support_seed={self.support_seed!r} is not an integer ≥ 0.")
         if self.support not in ("select", "saved"):
             raise ValueError(f"support={self.support!r} is not one of select, saved.")
+
+    def _check_gradient(self) -> None:
+        for key, least in (("gradient_batches", 1), ("low_rank_warmup_steps", 0)):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{key}={value!r} is not an integer ≥ {least}.")
+            if value and not self.by_gradient:
+                raise ValueError(
+                    f"{key}={value} has no effect with mask_score: {self.mask_score}, sparse_direction: "
+                    f"{self.sparse_direction}: no gradient is taken; drop it."
+                )
+        if self.by_gradient and self.gradient_batches is None:
+            self.gradient_batches = DEFAULT_GRADIENT_BATCHES
+        if self.low_rank_warmup_steps and self.supra_lambda == 0:
+            raise ValueError(
+                f"low_rank_warmup_steps={self.low_rank_warmup_steps} needs a low-rank part to train: set supra_lambda "
+                f"above {self.supra_lambda}, or drop it."
+            )
+
+    @property
+    def by_gradient(self) -> bool:
+        """Whether the support is chosen by training batches."""
+        return self.mask_score in GRADIENT_SCORES and self.sparse_direction != "random"
+
+    @property
+    def awaits_gradient(self) -> bool:
+        """Whether the support is still to be chosen by training batches; what is there holds its place."""
+        return self.by_gradient and self.gradient is None and self.combination is None
 
     @property
     def needs_norms(self) -> bool:
@@ -171,14 +219,15 @@ class SupraConfig(PeftConfig):
         return self.activation_norms
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but those that are no part of an adapter (`activation_norms`, `support_device`), and but a
-        `combination` that is none."""
+        """All fields but those that are no part of an adapter (`activation_norms`, `support_device`), and but
+        what there is none of."""
         plain = copy.copy(self)
         plain.activation_norms = plain.support_device = None
         fields = super(SupraConfig, plain).to_dict()
         del fields["activation_norms"], fields["support_device"]
-        if self.combination is None:
-            del fields["combination"]
+        for key in ("combination", "gradient", "gradient_batches"):
+            if fields[key] is None:
+                del fields[key]
         return fields
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:

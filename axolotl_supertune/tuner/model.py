@@ -22,6 +22,7 @@ from .base import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization
 from .checkpoint import is_packed, unpack_whole
 from .combine import COMBINATION_TYPES, Combined, combine
 from .config import SupraConfig
+from .gradient import placeholder
 from .layer import SupraLayer, SupraLinear
 from .quantized import QuantizedSupraLinear
 from .shared import share_work, unshare_work
@@ -300,6 +301,7 @@ class SupraModel(BaseTuner):
             budget,
             self._supports.pop(current_key),
             awaits_checkpoint=peft_config.support == "saved",
+            awaits_gradient=peft_config.support == "select" and peft_config.awaits_gradient,
             lora_alpha=peft_config.lora_alpha,
             lora_dropout=peft_config.lora_dropout,
             init_weights=peft_config.init_weights,
@@ -430,6 +432,9 @@ def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str
     if not budget.sparse_count:
         check_weight(weight, layer=name)
         return None
+    if config.by_gradient:
+        check_weight(weight, layer=name)
+        return placeholder(weight, budget.sparse_count)
     if config.sparse_direction == "random":
         check_weight(weight, layer=name)
         return random_support(weight.numel(), budget.sparse_count, seed=config.support_seed, layer=name)

@@ -415,9 +415,13 @@ def test_every_key_reaches_the_config(settings, load):
         "calibration_seed": 4,
         "calibration_batch_size": 2,
     }
-    cfg = load(settings(**values))
-    assert {key: cfg[key] for key in values} == values
-    assert set(values) | {"sparse_density", "calibration_dataset", "calibration_path"} == set(OWN_KEYS)
+    by_gradient = {"mask_score": "gradient", "gradient_batches": 3, "low_rank_warmup_steps": 2}
+    for each in (by_gradient, values):
+        cfg = load(settings(**each))
+        assert {key: cfg[key] for key in each} == each
+    assert set(values) | set(by_gradient) | {"sparse_density", "calibration_dataset", "calibration_path"} == set(
+        OWN_KEYS
+    )
     assert cfg.merge_method == "legacy"
 
 
