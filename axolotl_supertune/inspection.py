@@ -63,7 +63,8 @@ def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
         size = (adapter / "adapter_model.safetensors").stat().st_size
         about = {"base_model": config.base_model_name_or_path, "bytes": size, "calibration": config.calibration}
         about |= {"gradient": config.gradient, "awaits_gradient": config.awaits_gradient}
-        knobs = ("r0", "sparse_density", "supra_lambda", "mask_score", "sparse_direction", "lora_alpha", "values_dtype")
+        knobs: tuple[str, ...] = ("r0", "sparse_density", "supra_lambda", "mask_score", "sparse_direction")
+        knobs += ("support_scope", "budget_scope", "lora_alpha", "values_dtype")
         about |= {name: getattr(config, name) for name in knobs}
         about["layers"] = [asdict(report) for report in reports]
         click.echo(json.dumps(about, indent=2))

@@ -151,6 +151,8 @@ class Plan:
                     "mask_score",
                     "sparse_direction",
                     "hybrid_beta",
+                    "support_scope",
+                    "budget_scope",
                     "gradient_batches",
                     "low_rank_warmup_steps",
                 )
@@ -251,6 +253,10 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
     found = Plan(cfg, method, budget_rows(budgets), refusals + _norms_refusal(cfg, model_config))
+    if method.compares_layers:
+        found.notes.append(
+            "every layer has as many sparse entries as its budget alone; budget_scope: global moves them between layers"
+        )
     text = model_config.get_text_config()
     found.unknown = _unlike_llama(text)
     if not found.unknown:
@@ -289,11 +295,14 @@ def _norms_refusal(cfg: Any, model_config: Any) -> list[str]:
 
 def _job(cfg: Any, method: Any, model: Any, text: Any, engine: Engine, tokens: int | None, notes: list[str]) -> Job:
     from .checks import has_sparse_part, may_need_norms
+    from .corpus import TRAINING_SET
 
     shape = shape_of(model, text, cfg.get("lora_modules_to_save") or [])
     calibration = None
     if may_need_norms(cfg) and not cfg.get("calibration_path"):
         length = min(cfg["calibration_sequence_len"], getattr(text, "max_position_embeddings", None) or 2**31)
+        if cfg["calibration_dataset"] == TRAINING_SET:
+            length = min(length, cfg.get("sequence_len") or length)  # no record is longer
         calibration = Calibration(min(cfg["calibration_batch_size"], cfg["calibration_samples"]), length)
     # DeepSpeed's `auto`, as transformers fills it in.
     if engine.bucket == _AUTO:

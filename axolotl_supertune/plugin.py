@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from axolotl.common.datasets import load_datasets
 from axolotl.integrations.base import AdapterCapabilities, BasePlugin, PluginManager
 from axolotl.loaders import adapter as axolotl_adapter
 from axolotl.loaders import load_tokenizer
@@ -33,7 +34,7 @@ from transformers import TrainerCallback
 from . import checks, quantized_base
 from .calibration import ActivationNorms, calibrate, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
-from .corpus import calibration_windows
+from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
 from .gradient_support import ChooseByGradient
 from .ops.choice import described
 from .processes import Processes
@@ -64,7 +65,7 @@ class SupertunePlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self._windows: torch.Tensor | None = None
+        self._windows: torch.Tensor | dict[str, torch.Tensor] | None = None
         self._calibrated: str | None = None
         self._untrained = False
         self._inference = False
@@ -123,7 +124,11 @@ class SupertunePlugin(BasePlugin):
             checks.check_provenance(cfg, norms.provenance, _max_positions(model_config))
         elif checks.may_need_norms(cfg):
             with self._processes.together("reading the calibration text"):
-                self._windows = self._processes.from_first(lambda: _windows(cfg, model_config))
+                if cfg.calibration_dataset == TRAINING_SET:
+                    # Here and not in process 0 alone: Axolotl's own loading asks all of them.
+                    self._windows = _training_windows(cfg, model_config)
+                else:
+                    self._windows = self._processes.from_first(lambda: _windows(cfg, model_config))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
@@ -270,10 +275,12 @@ class SupertunePlugin(BasePlugin):
             "split": cfg.calibration_split,
             "text_field": cfg.calibration_text_field,
             "seed": cfg.calibration_seed,
-            "sequence_len": windows.shape[1],
+            "sequence_len": _window_length(cfg, model.config),
         }
+        if cfg.calibration_dataset == TRAINING_SET:
+            provenance["training_data"] = _training(cfg)[0]["Training data"]
         # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
-        batches = windows.split(cfg.calibration_batch_size)
+        batches = batches_of(windows, cfg.calibration_batch_size)
         if not alone:
             batches = batches[processes.rank :: processes.world]
         start = time.perf_counter()
@@ -283,7 +290,10 @@ class SupertunePlugin(BasePlugin):
                 batches,
                 layers=layers,
                 provenance=provenance,
-                total_tokens=sum(batch.numel() for batch in batches),
+                total_tokens=sum(
+                    int(batch["attention_mask"].sum()) if isinstance(batch, dict) else batch.numel()
+                    for batch in batches
+                ),
                 progress=processes.is_first,
                 sum_processes=None if alone else processes.sum,
             )
@@ -335,17 +345,31 @@ def _processes() -> Processes:
 
 def _windows(cfg: Any, model_config: Any) -> torch.Tensor:
     """The calibration windows that the keys describe, no longer than the model takes."""
-    length = cfg.calibration_sequence_len
-    maximum = _max_positions(model_config)
     return calibration_windows(
         load_tokenizer(cfg),
         cfg.calibration_dataset,
         samples=cfg.calibration_samples,
-        sequence_len=length if maximum is None else min(length, maximum),
+        sequence_len=_window_length(cfg, model_config),
         seed=cfg.calibration_seed,
         split=cfg.calibration_split,
         text_field=cfg.calibration_text_field,
     )
+
+
+def _training_windows(cfg: Any, model_config: Any) -> dict[str, torch.Tensor]:
+    """Records of the training set, as Axolotl prepares it and keeps it in dataset_prepared_path."""
+    records = load_datasets(cfg=cfg).train_dataset
+    return training_windows(
+        records["input_ids"],
+        samples=cfg.calibration_samples,
+        sequence_len=_window_length(cfg, model_config),
+        seed=cfg.calibration_seed,
+    )
+
+
+def _window_length(cfg: Any, model_config: Any) -> int:
+    maximum = _max_positions(model_config)
+    return int(cfg.calibration_sequence_len if maximum is None else min(cfg.calibration_sequence_len, maximum))
 
 
 def _take_supports_of_first(model: Any, processes: Processes) -> None:
@@ -480,6 +504,11 @@ def _calibration_line(model: Any, how: str) -> str:
         return f"Support: to be chosen by the {config.mask_score} of {config.gradient_batches} training batches{after}"
     if made is None:
         return "Calibration: none needed"
+    if made.get("dataset") == TRAINING_SET:
+        return (
+            f"Calibration: {made['samples']} training records, {made['tokens']:,} tokens of {made['training_data']} "
+            f"(seed {made['seed']}), model {made['model']}: {how}"
+        )
     return (
         f"Calibration: {made['samples']} × {made.get('sequence_len', '?')} tokens of {made.get('dataset', '?')} "
         f"(seed {made.get('seed', '?')}), model {made['model']}: {how}"

@@ -31,6 +31,8 @@ RUN_FIELDS = (
     "sparse_direction",
     "hybrid_beta",
     "support_seed",
+    "support_scope",
+    "budget_scope",
     "gradient_batches",
     "low_rank_warmup_steps",
     "target_modules",

@@ -94,11 +94,19 @@ def _sentence(config: SupraConfig) -> str:
     if config.supra_lambda < 1 or config.sparse_density is not None:
         hybrid = f" (β = {config.hybrid_beta})" if config.sparse_direction == "hybrid" else ""
         seed = f" (seed {config.support_seed})" if config.sparse_direction == "random" else ""
-        parts.append(f"support {config.mask_score}-{config.sparse_direction}{hybrid}{seed}")
+        rows = ", spread over the rows" if config.support_scope == "row" else ""
+        parts.append(f"support {config.mask_score}-{config.sparse_direction}{hybrid}{seed}{rows}")
     return f"{_method(config)}, {', '.join(parts)}, of {_PAPER}"
 
 
 def _budget(config: SupraConfig) -> str:
+    if config.budget_scope != "layer":
+        shared = {"density": "at one density in all layers", "global": "where the scores of all layers together say"}
+        return f"{_own_budget(config)}; the whole of it {shared[config.budget_scope]}"
+    return _own_budget(config)
+
+
+def _own_budget(config: SupraConfig) -> str:
     if config.r0 is not None:
         return f"rank {config.r0}: as many parameters as a LoRA of rank {config.r0}"
     return f"density {config.sparse_density} of every adapted layer"
@@ -124,6 +132,8 @@ def _calibration(made: Mapping[str, Any] | None) -> str:
     if made is None:
         return "none: the scores need no activations"
     dataset = str(made.get("dataset", "?"))
+    if "training_data" in made:
+        return f"{made['samples']} training records of {made['training_data']} (seed {made.get('seed', '?')})"
     dataset = Path(dataset).name if Path(dataset).exists() else dataset
     samples, length, seed = (made.get(key, "?") for key in ("samples", "sequence_len", "seed"))
     return f"{samples} × {length} tokens of {dataset} (seed {seed})"

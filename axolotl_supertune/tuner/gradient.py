@@ -8,15 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..gradients import gradient_scores
-from ..support import index_dtype, select_support
+from .choice import select_in_layer
 from .layer import SupraLayer
 
 B = TypeVar("B")
-
-
-def placeholder(weight: Tensor, count: int) -> Tensor:
-    """A support that holds the place of one that is still to be chosen: with U = 0 it changes nothing."""
-    return torch.arange(count, dtype=index_dtype(weight.numel()), device=weight.device)
 
 
 def choose_supports(
@@ -51,23 +46,21 @@ def choose_supports(
         )
     await_no_more(model, adapter_name)
     layers: dict[str, Any] = {layer.supra_layer: layer for layer in sparse_layers(model, adapter_name)}
-    beta = 0.5 if config.hybrid_beta is None else config.hybrid_beta
     with _frozen(model, adapter_name):
         scores = gradient_scores(
             layers, batches, loss_of, squared=config.mask_score == "squared_gradient", sum_processes=sum_processes
         )
         chosen = {
-            name: select_support(
-                score,
-                layers[name].supra_budget[adapter_name].sparse_count,
-                config.sparse_direction,
-                hybrid_beta=beta,
-            )
+            name: _selected(score, layers[name].supra_budget[adapter_name].sparse_count, config)
             for name, score in scores
         }
     for name, support in chosen.items():
         layers[name].take_support(adapter_name, support)
     config.gradient = {"batches": len(batches), "step": step}
+
+
+def _selected(score: Tensor, count: int, config: Any) -> Tensor:
+    return select_in_layer(lambda start, stop: score[start:stop], score.shape, count, config)
 
 
 def await_no_more(model: nn.Module, adapter_name: str = "default") -> None:
