@@ -15,24 +15,25 @@ _REFUSED: dict[str, str] = {
 
 
 def check(cfg: Mapping[str, Any], has_sparse_part: bool) -> None:
-    """Raise ValueError, naming the key, for a mode in which the gradient cannot be taken.
+    """Raise ValueError, naming the key, for a mode in which the gradient cannot be taken, or needs none.
 
     Args:
         cfg: the YAML, with a gradient score that is not random.
         has_sparse_part: whether there is any support to choose.
     """
-    score = f"mask_score: {cfg['mask_score']}"
+    if not has_sparse_part:
+        if int(cfg.get("low_rank_warmup_steps") or 0):
+            raise ValueError(
+                f"low_rank_warmup_steps: {cfg['low_rank_warmup_steps']} has no effect with supra_lambda: 1, which is "
+                "LoRA: there is no sparse part to begin after it; drop it."
+            )
+        return
     for key, reason in _REFUSED.items():
         if cfg.get(key):
             raise ValueError(
-                f"{key}: {cfg[key]} does not work with {score}: {reason}. Remove {key}, or choose the support "
-                "by mask_score: wanda or magnitude."
+                f"{key}: {cfg[key]} does not work with mask_score: {cfg['mask_score']}: {reason}. Remove {key}, or "
+                "choose the support by mask_score: wanda or magnitude."
             )
-    if not has_sparse_part and (cfg.get("low_rank_warmup_steps") or 0):
-        raise ValueError(
-            f"low_rank_warmup_steps: {cfg['low_rank_warmup_steps']} has no effect with supra_lambda: 1, which is LoRA: "
-            "there is no sparse part to begin after it; drop it."
-        )
     steps, warmup = cfg.get("max_steps"), cfg.get("low_rank_warmup_steps") or 0
     if isinstance(steps, int) and 0 < steps <= int(warmup):
         raise ValueError(

@@ -52,6 +52,7 @@ from .trained import (
 from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.base import base_quantization
 from .tuner.card import note_training
+from .tuner.gradient import sparse_layers
 from .tuner.model import layer_budgets
 from .tuner.quantized import QuantizedSupraLinear
 
@@ -161,7 +162,7 @@ class SupertunePlugin(BasePlugin):
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
-        self._awaits_gradient = model.peft_config["default"].awaits_gradient
+        self._awaits_gradient = model.peft_config["default"].awaits_gradient and bool(sparse_layers(model))
         note_training(model, *_training(cfg))
         # A run must go on from a checkpoint exactly; `post_train` asks for what the finished adapter is stored in.
         model.peft_config["default"].values_dtype = "fp32"
@@ -499,7 +500,7 @@ def _training(cfg: Any) -> tuple[dict[str, str], list[str]]:
 def _calibration_line(model: Any, how: str) -> str:
     config = model.peft_config["default"]
     made = config.calibration
-    if config.awaits_gradient:
+    if config.awaits_gradient and sparse_layers(model):
         after = f" after {config.low_rank_warmup_steps} steps" if config.low_rank_warmup_steps else ""
         return f"Support: to be chosen by the {config.mask_score} of {config.gradient_batches} training batches{after}"
     if made is None:

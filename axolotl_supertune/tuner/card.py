@@ -73,7 +73,7 @@ def _block(model: Any, name: str, config: SupraConfig, lines: Mapping[str, str],
         "Trained": f"{sum(row.total for row in rows):,} parameters in {sum(row.layers for row in rows)} layers, "
         f"{sparse:,} of them single weights",
         "Calibration": _calibration(config.calibration),
-        **({"Gradient": _gradient(config)} if config.by_gradient else {}),
+        **({"Gradient": _gradient(config)} if config.by_gradient and sparse else {}),
         **lines,
         "axolotl-supertune": sys.modules[__name__.partition(".")[0]].__version__,
     }

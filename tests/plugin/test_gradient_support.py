@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from axolotl_supertune import SupertunePlugin
 from axolotl_supertune import gradient_support as room
+from axolotl_supertune.checks import prepare
 from axolotl_supertune.support import select_support
 from axolotl_supertune.tuner import read_adapter
 from axolotl_supertune.tuner.gradient import sparse_layers
@@ -223,6 +224,32 @@ def test_a_warm_up_longer_than_the_epochs_is_told(settings, train):
 def test_what_does_not_go_with_a_gradient_is_refused(settings, load, changes, message):
     with pytest.raises(ValueError, match=message):
         load(settings(**{**SIFT, **changes}))
+
+
+def test_plain_lora_takes_no_gradient(settings, train, load):
+    lora = {"supra_lambda": 1.0, "mask_score": "gradient", "sparse_direction": "top"}
+    trainer = train(settings(**lora, max_steps=1, eval_steps=None))
+    assert trainer.model.peft_config["default"].gradient is None
+    prepare(
+        {"adapter": "supra", **lora, "torch_compile": True}, {"torch_compile"}
+    )  # Axolotl's own load sets it for good
+    with pytest.raises(ValueError, match="low_rank_warmup_steps: 2 has no effect with supra_lambda: 1"):
+        load(settings(**lora, low_rank_warmup_steps=2))
+
+
+def test_inspect_says_that_a_support_is_still_to_come(settings, train):
+    from click.testing import CliRunner
+
+    from axolotl_supertune.cli import supertune
+
+    mapping = settings(**{**ROSA, "low_rank_warmup_steps": 1}, max_steps=2, save_steps=1, eval_steps=None)
+    train(mapping)
+    said = [
+        CliRunner().invoke(supertune, ["inspect", f"{mapping['output_dir']}/{folder}"])
+        for folder in ("checkpoint-1", "checkpoint-2")
+    ]
+    assert [each.exit_code for each in said] == [0, 0]
+    assert ["still to be chosen, by squared_gradient" in each.output for each in said] == [True, False]
 
 
 def test_deepspeed_is_refused(settings, load):
