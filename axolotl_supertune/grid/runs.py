@@ -11,9 +11,9 @@ RUNS_DIR/METHOD/lr…-ep…-seed…/        one run:
 """
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from ..files import whole_file
 
@@ -22,7 +22,8 @@ SCORES_FILE = "scores.json"
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # A loss that diverged is NaN, which JSON has no word for and pydantic would write as null.
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     def write(self, path: Path) -> None:
         with whole_file(path) as temporary:
@@ -82,18 +83,32 @@ class Run(_Record):
         return self.eval_losses[-1][1] if self.eval_losses else None
 
 
+_Bits = Annotated[str, StringConstraints(pattern="^[01]*$")]
+
+
 class BenchmarkScores(_Record):
     """One benchmark, item by item, in the order of its file: item i of every run is the same question."""
 
-    correct: str
+    correct: _Bits
     """A character an item: 1 or 0, by the published rule."""
-    correct_strict: str
+    correct_strict: _Bits
     """The same by the corrected rule."""
-    clean: str | None = None
+    clean: _Bits | None = None
     """1 where the training data does not hold the item; None: no contamination report was given."""
     gold_nll: list[float] = []
     """−log p of each gold target that `tasks.perplexity` scores, in nats."""
     gold_tokens: list[int] = []
+
+    @model_validator(mode="after")
+    def _one_item_each(self) -> Self:
+        items = len(self.correct)
+        if not items or len(self.correct_strict) != items or len(self.clean or self.correct) != items:
+            raise ValueError(
+                f"correct holds {items} items, and correct_strict and clean must hold as many, at least one"
+            )
+        if len(self.gold_nll) != len(self.gold_tokens):
+            raise ValueError(f"gold_nll holds {len(self.gold_nll)} targets, gold_tokens {len(self.gold_tokens)}")
+        return self
 
 
 class Scores(_Record):
@@ -118,9 +133,14 @@ def read_runs(runs_dir: Path) -> list[Run]:
     """All finished runs, sorted by method, learning rate, epochs and seed.
 
     Raises:
-        ValueError: a run.json is not a `Run`; names the file.
+        ValueError: a run.json is not a `Run`, or lies in another run's folder; names the file.
     """
-    runs = [_read(Run, path) for path in runs_dir.glob(f"*/*/{RUN_FILE}")]
+    runs = []
+    for path in runs_dir.glob(f"*/*/{RUN_FILE}"):
+        run = _read(Run, path)
+        if path.parent.relative_to(runs_dir) != run.key.folder:
+            raise ValueError(f"{path} is of the run {run.key.folder}: move its folder back to that name, or remove it.")
+        runs.append(run)
     return sorted(runs, key=lambda run: (run.key.method, run.key.learning_rate, run.key.epochs, run.key.seed))
 
 
