@@ -10,6 +10,7 @@ import click
 from .bench.command import bench
 from .export import export
 from .files import whole_file
+from .grid.report import report
 from .inspection import inspect
 from .plan import plan
 from .tasks import TASK_FOLDER
@@ -18,7 +19,7 @@ from .tasks.contamination import contamination
 
 @click.group()
 def supertune() -> None:
-    """Super and Supra: plan, calibrate, evaluate, inspect, export; contamination checks; what a step costs."""
+    """Super and Supra: plan, calibrate, evaluate, inspect, export; grids; contamination checks; what a step costs."""
 
 
 supertune.add_command(contamination)
@@ -26,6 +27,7 @@ supertune.add_command(bench)
 supertune.add_command(plan)
 supertune.add_command(export)
 supertune.add_command(inspect)
+supertune.add_command(report)
 
 
 @supertune.command("calibrate")
