@@ -37,14 +37,18 @@ def render(figure: "Figure", name: str, kind: str) -> bytes:
 
 
 def curves(found: Findings) -> "Figure":
-    """Training and validation loss of each method at its chosen rate, every seed a line."""
+    """Training and validation loss of each method at its chosen rate, every seed a line.
+
+    Validation before the first step is left out where there are two later ones: what follows would be a flat line.
+    """
     figure, panels = _figure(1, 2, height=4.5)
     panels[0].set(title="training loss", xlabel="step", ylabel="nats a token")
     panels[1].set(title="validation NLL", xlabel="step")
     for result, style in _styled(found):
         for at, run in enumerate(result.runs.values()):
             label = found.name(result.method, result.epochs) if at == 0 else None
-            for panel, points in zip(panels, (run.losses, run.eval_losses), strict=True):
+            later = run.eval_losses[1 if len(run.eval_losses) > 2 and run.eval_losses[0][0] == 0 else 0 :]
+            for panel, points in zip(panels, (run.losses, later), strict=True):
                 panel.plot(
                     *_columns(points), label=label, linewidth=1, marker="." if len(points) < 3 else None, **style
                 )
@@ -65,13 +69,12 @@ def learning_rates(found: Findings) -> "Figure":
         panel.plot(*_columns(points), label=found.name(result.method, result.epochs), marker=".", linewidth=1, **style)
         ring = {"marker": "o", "markersize": 9, "fillstyle": "none", "color": style["color"]}
         panel.plot([choice.learning_rate], [means[choice.learning_rate].mean], **ring)  # type: ignore[union-attr]
-    if base is not None:
-        lowest = min(result.choice.validation_nll for result in found.results)
-        top = base + 0.05 * abs(base - lowest)
+    lowest = min(result.choice.validation_nll for result in found.results)
+    if base is not None and panel.get_ylim()[1] > base > lowest:
+        margin = 0.05 * (base - lowest)
+        panel.set_ylim(lowest - margin, base + margin)
         panel.axhline(base, color="black", linewidth=0.8, linestyle=":")
         panel.annotate(" before training", (0, base), xycoords=("axes fraction", "data"), va="bottom", fontsize=7)
-        if panel.get_ylim()[1] > top > lowest:
-            panel.set_ylim(lowest - (top - base), top)
     return _with_legend(figure, panel)
 
 
@@ -124,12 +127,14 @@ def differences(found: Findings) -> "Figure":
                 )
                 color = {"better": "#2a7f3f", "worse": "#b5332c"}.get(each.verdict, "#777777")
                 row = results.index(each.result)
-                panel.plot([low, high], [row, row], color=color, linewidth=1.5)
-                panel.plot([middle], [row], color=color, marker="o", markersize=5)
+                panel.plot([low, high], [row, row], color=color, linewidth=1.5, solid_capstyle="butt")
+                filled = "none" if each.doubts else "full"
+                panel.plot([middle], [row], color=color, marker="o", markersize=5, fillstyle=filled)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(results)), [found.name(result.method, result.epochs) for result in results])
     panels[0].invert_yaxis()
-    figure.suptitle(f"Differences to {found.reference}, {CONFIDENCE:.0%} intervals over items", fontsize=10)
+    title = f"Differences to {found.reference}, {CONFIDENCE:.0%} intervals over items; hollow: doubtful, see the table"
+    figure.suptitle(title, fontsize=10)
     return figure
 
 

@@ -26,6 +26,11 @@ from .statistics import (
 
 # A trained count that is further from its budget is pointed out.
 BUDGET_TOLERANCE = 0.005
+_EDGES = {
+    "lowest": "At the lowest rate that was tried, so that a better one may lie below",
+    "highest": "At the highest rate that was tried, so that a better one may lie above",
+    "only": "Only one rate was tried, so that none was chosen",
+}
 
 
 @dataclass(frozen=True)
@@ -361,6 +366,11 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
     for (method, epochs), choice in found.choices.items():
         if choice is None:
             notes.append(f"No rate could be chosen for {found.name(method, epochs)}: none of its runs can be used.")
+    for edge, text in _EDGES.items():
+        at_edge = [each.choice for each in found.results if each.choice.edge == edge]
+        if at_edge:
+            rates = (f"{found.name(each.method, each.epochs)} ({each.learning_rate:g})" for each in at_edge)
+            notes.append(f"{text}: {', '.join(rates)}.")
     for result in found.results:
         notes += _notes_on(result, found)
     notes += _notes_on_scores(found, files)
@@ -380,13 +390,6 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
 def _notes_on(result: Result, found: Findings) -> list[str]:
     choice, name = result.choice, found.name(result.method, result.epochs)
     notes = []
-    if choice.edge == "only":
-        notes.append(f"Only one rate was tried, so that none was chosen: {name}: {choice.learning_rate:g}.")
-    elif choice.edge:
-        notes.append(
-            f"At the edge of its grid: {name}: {choice.learning_rate:g} is the {choice.edge} rate that was tried, and "
-            "a better one may lie beyond."
-        )
     started = {run.key.seed for run in found.runs if (run.key.method, run.key.epochs) == (choice.method, choice.epochs)}
     if missing := sorted(started - result.runs.keys()):
         notes.append(f"Missing seeds: {name}: {_listed(missing)} at {choice.learning_rate:g}.")
