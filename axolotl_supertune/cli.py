@@ -12,6 +12,7 @@ from .export import export
 from .files import whole_file
 from .grid.report import report
 from .inspection import inspect
+from .overlap import overlap
 from .plan import plan
 from .tasks import TASK_FOLDER
 from .tasks.contamination import contamination
@@ -27,6 +28,7 @@ supertune.add_command(bench)
 supertune.add_command(plan)
 supertune.add_command(export)
 supertune.add_command(inspect)
+supertune.add_command(overlap)
 supertune.add_command(report)
 
 

@@ -247,12 +247,16 @@ def _benchmark_order(name: str) -> tuple[int, str]:
 
 
 def _check_same_questions(files: dict[Path, Scores]) -> None:
-    """Items are paired by position: a ValueError that names every file whose questions are not those of most."""
-    asked = {path: _questions(scores) for path, scores in files.items()}
+    """Items are paired by position: a ValueError names every file that was not asked what most were, as they were."""
+    asked = {path: (repr(sorted(scores.asked.items())), _questions(scores)) for path, scores in files.items()}
     if len(set(asked.values())) < 2:
         return
     usual = Counter(asked.values()).most_common(1)[0][0]
-    differing = [f"{path}: {_difference(usual, questions)}" for path, questions in asked.items() if questions != usual]
+    differing = []
+    for path, (how, questions) in asked.items():
+        if (how, questions) != usual:
+            otherwise = [f"asked with {how}, not {usual[0]}"] if how != usual[0] else []
+            differing.append(f"{path}: {'; '.join([*otherwise, *_difference(usual[1], questions)])}")
     raise ValueError(
         "these scores are of other questions than the rest, so that nothing can be compared; remove them and score "
         "those runs again:\n" + "\n".join(differing)
@@ -266,7 +270,7 @@ def _questions(scores: Scores) -> tuple[tuple[str, int, str | None, tuple[int, .
     )
 
 
-def _difference(usual: tuple, found: tuple) -> str:
+def _difference(usual: tuple, found: tuple) -> list[str]:
     expected = {name: rest for name, *rest in usual}
     parts: list[str] = [f"no {name}" for name in expected.keys() - {name for name, *_ in found}]
     for name, items, clean, tokens in found:
@@ -279,7 +283,7 @@ def _difference(usual: tuple, found: tuple) -> str:
             parts.append(f"{name}: other clean items (another contamination report, or none)")
         if tokens != expected[name][2]:
             parts.append(f"{name}: {len(tokens)} gold targets, not {len(expected[name][2])}, or another tokenizer's")
-    return "; ".join(sorted(parts))
+    return sorted(parts)
 
 
 def _benchmarks(first: dict[str, BenchmarkScores]) -> dict[str, tuple[int, int | None]]:

@@ -32,10 +32,10 @@ def report(runs_dir: Path, output: Path | None, reference: str, resamples: int, 
 
     try:
         found = find(runs_dir, reference, resamples, seed)
-    except ValueError as error:
+        target = output or runs_dir / "report"
+        write(found, target)
+    except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    target = output or runs_dir / "report"
-    write(found, target)
     for note in found.notes:
         click.echo(note, err=True)
     click.echo(f"wrote {target / 'report.md'}")

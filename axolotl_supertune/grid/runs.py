@@ -11,7 +11,7 @@ RUNS_DIR/METHOD/lr…-ep…-seed…/        one run:
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
@@ -120,6 +120,8 @@ class Scores(_Record):
     benchmarks: dict[str, BenchmarkScores]
     limit: float | None = None
     """Items a benchmark (below 1: a share) where not all were asked."""
+    asked: dict[str, Any] = {}
+    """What the grid's `score` says of how they were asked."""
     seconds: float
     jobs_per_gpu: int = 1
     device: str | None = None

@@ -315,6 +315,7 @@ def test_shared_devices_are_marked(save):
         ({"items": (("AddSub", 40),)}, "no AQuA"),
         ({"clean": False}, "AddSub: other clean items (another contamination report, or none)"),
         ({"targets": 0}, "AQuA: 0 gold targets, not 5"),
+        ({"asked": {"max_gen_toks": 64}}, "asked with [('max_gen_toks', 64)], not []"),
     ],
 )
 def test_scores_of_other_questions_are_refused(save, changes, message):
