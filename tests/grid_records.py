@@ -25,7 +25,7 @@ def make_run(method, rate, seed=0, epochs=1, nll=1.0, **changes):
     return Run(**{**values, **failed, **changes})
 
 
-def make_scores(key, share, items=(("AddSub", 40), ("AQuA", 20)), targets=5, clean=True, level=1.0, **changes):
+def make_scores(key, share, items=(("AddSub", 60), ("AQuA", 40)), targets=20, clean=True, level=1.0, **changes):
     """Scores with about `share` right answers; the same key gives the same scores."""
     draw = random.Random(key.folder.as_posix() if key else "base")
     benchmarks = {}

@@ -1,8 +1,9 @@
 """What the runs of a grid show: rates, results, differences to the reference, and everything that is missing."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,8 @@ from .statistics import (
 
 # A trained count that is further from its budget is pointed out.
 BUDGET_TOLERANCE = 0.005
+# Below it a percentile interval is too narrow to be believed.
+FEW_ITEMS = 30
 _EDGES = {
     "lowest": "At the lowest rate that was tried, so that a better one may lie below",
     "highest": "At the highest rate that was tried, so that a better one may lie above",
@@ -81,6 +84,7 @@ class Comparison:
 
     by_seed: the difference within each seed that both were scored with.
     holm: p, adjusted for all comparisons of this metric.
+    items: that were resampled; of the smallest benchmark, where benchmarks are averaged.
     """
 
     metric: Metric
@@ -89,6 +93,7 @@ class Comparison:
     interval: Interval
     by_seed: dict[int, float]
     holm: float
+    items: int
 
     @property
     def verdict(self) -> str:
@@ -99,12 +104,14 @@ class Comparison:
         """What a verdict of better or worse does not withstand."""
         if self.verdict == NO_DIFFERENCE:
             return []
-        seeds = len(self.result.scores)
         opposed = any(value * self.interval.difference <= 0 for value in self.by_seed.values())
-        return [
-            *(["not after Holm"] if self.holm > 1 - CONFIDENCE else []),
-            *(["one seed"] if seeds == 1 else ["not in every seed"] if opposed else []),
-        ]
+        doubts = {
+            "not after Holm": self.holm > 1 - CONFIDENCE,
+            "few items": self.items < FEW_ITEMS,
+            "one seed": len(self.by_seed) < 2,
+            "not in every seed": len(self.by_seed) > 1 and opposed,
+        }
+        return [doubt for doubt, stands in doubts.items() if stands]
 
     @property
     def said(self) -> str:
@@ -302,7 +309,7 @@ def _compare(
 ) -> list[Comparison]:
     found = []
     for metric in METRICS:
-        of_metric = []
+        of_metric: list[Comparison] = []
         for epochs in dict.fromkeys(each.epochs for each in results):
             scored = [each for each in results if each.epochs == epochs and each.scores]
             against = next((each for each in scored if each.method == reference), None)
@@ -315,12 +322,13 @@ def _compare(
             if not strata or not all(len(each.weights) for each in strata):
                 continue
             intervals = paired_bootstrap(strata, metric.combine, resamples=resamples, seed=seed)
-            of_metric += [(each, against, interval) for each, interval in zip(others, intervals, strict=True)]
-        adjusted = holm([interval.p for *_, interval in of_metric])
-        found += [
-            Comparison(metric, result, against, interval, _by_seed(metric, result, against), p)
-            for (result, against, interval), p in zip(of_metric, adjusted, strict=True)
-        ]
+            items = (sum if metric.combine == "pooled" else min)(len(each.weights) for each in strata)
+            of_metric += [
+                Comparison(metric, each, against, interval, _by_seed(metric, each, against), math.nan, items)
+                for each, interval in zip(others, intervals, strict=True)
+            ]
+        adjusted = holm([each.interval.p for each in of_metric])
+        found += [replace(each, holm=p) for each, p in zip(of_metric, adjusted, strict=True)]
     return found
 
 

@@ -112,6 +112,8 @@ def _said(found: Any) -> list[str]:
 def _method(found: Any) -> str:
     counts = {each.metric.title: sum(c.metric is each.metric for c in found.comparisons) for each in found.comparisons}
     family = "; ".join(f"{title}: {count}" for title, count in counts.items())
+    from .findings import FEW_ITEMS
+
     return (
         f"“Better” and “worse” stand only where the {CONFIDENCE:.0%} interval of the difference excludes 0. The "
         f"intervals are percentiles of {found.resamples:,} paired bootstrap resamples (seed {found.seed}): the "
@@ -120,8 +122,9 @@ def _method(found: Any) -> str:
         "with: for that see the standard deviations and the differences seed by seed.\n\n"
         f"With this many comparisons ({family}) some intervals exclude 0 by chance, about one in twenty where nothing "
         "differs; p (Holm) is the bootstrap's two-sided p, adjusted for the number of comparisons of that metric. In "
-        "brackets stands what a verdict does not withstand: “not after Holm” that adjustment; “not in every seed”: the "
-        "difference has the other sign in one; “one seed”: there are no others to look at."
+        "brackets stands what a verdict does not withstand: “not after Holm” that adjustment; “few items”: with fewer "
+        f"than {FEW_ITEMS} items such intervals are too narrow; “not in every seed”: the difference has the other sign "
+        "in one; “one seed”: one alone was scored with both."
     )
 
 

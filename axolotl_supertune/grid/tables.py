@@ -112,6 +112,7 @@ def differences(found: Findings) -> Table:
                 "comparisons": count,
                 "verdict": each.verdict,
                 "doubts": ", ".join(each.doubts),
+                "items": each.items,
                 "seeds": _seeds(each.result),
                 "reference_seeds": _seeds(each.reference),
                 "by_seed": " ".join(f"{seed}:{_rounded(unit * value)}" for seed, value in each.by_seed.items()),

@@ -192,6 +192,23 @@ def test_a_verdict_that_does_not_survive_the_number_of_comparisons_says_so(small
     assert replace(each, holm=0.051, interval=Interval(-0.1, -0.2, 0.1, 0.02)).doubts == []
 
 
+def test_a_verdict_on_few_items_says_so(save):
+    """Two questions that one method knows and the other does not: an interval of no width."""
+    runs = [make_run(method, 1e-4) for method in ("lora", "super")]
+    few = {"items": (("AddSub", 60), ("AQuA", 2))}
+    runs_dir = save(*((run, make_scores(run.key, share, **few)) for run, share in zip(runs, (0.0, 1.0), strict=True)))
+    said = {each.metric.name: each.said for each in find(runs_dir).comparisons}
+    assert said["accuracy"] == "better (few items, one seed)"
+    assert "few items" not in said["gold_nll"]
+
+
+def test_a_reference_of_one_seed_is_one_seed(save):
+    runs = [make_run("lora", 1e-4), make_run("super", 1e-4), make_run("super", 1e-4, seed=1)]
+    shares = (0.1, 0.9, 0.9)
+    runs_dir = save(*((run, make_scores(run.key, share)) for run, share in zip(runs, shares, strict=True)))
+    assert [each.said for each in find(runs_dir).comparisons][:1] == ["better (one seed)"]
+
+
 def test_what_is_missing_is_named(save):
     records, base = grid()
     records += [
@@ -311,10 +328,10 @@ def test_shared_devices_are_marked(save):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"items": (("AddSub", 10), ("AQuA", 20))}, "AddSub: 10 items, not 40 (another limit?)"),
-        ({"items": (("AddSub", 40),)}, "no AQuA"),
+        ({"items": (("AddSub", 10), ("AQuA", 40))}, "AddSub: 10 items, not 60 (another limit?)"),
+        ({"items": (("AddSub", 60),)}, "no AQuA"),
         ({"clean": False}, "AddSub: other clean items (another contamination report, or none)"),
-        ({"targets": 0}, "AQuA: 0 gold targets, not 5"),
+        ({"targets": 0}, "AQuA: 0 gold targets, not 20"),
         ({"asked": {"max_gen_toks": 64}}, "asked with [('max_gen_toks', 64)], not []"),
     ],
 )
