@@ -10,6 +10,7 @@ import click
 from .bench.command import bench
 from .export import export
 from .files import whole_file
+from .grid.command import sweep
 from .grid.report import report
 from .inspection import inspect
 from .overlap import overlap
@@ -30,6 +31,7 @@ supertune.add_command(export)
 supertune.add_command(inspect)
 supertune.add_command(overlap)
 supertune.add_command(report)
+supertune.add_command(sweep)
 
 
 @supertune.command("calibrate")

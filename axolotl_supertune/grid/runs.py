@@ -1,6 +1,9 @@
 """What a run of a grid leaves behind, and where: `sweep` writes it, `report` reads it and nothing else.
 
 RUNS_DIR/grid.json                    the grid, resolved: what is to be run, and with which YAML
+RUNS_DIR/prepared/                    the data sets as Axolotl tokenizes them, shared by all runs
+RUNS_DIR/calibration/                 activation norms, shared by the runs that calibrate alike
+RUNS_DIR/contamination.json           which test items the training data holds
 RUNS_DIR/base/scores.json             the model before training
 RUNS_DIR/METHOD/lr…-ep…-seed…/        one run:
     config.yml                        the YAML that `axolotl train` was given
@@ -59,9 +62,9 @@ class Run(_Record):
     started: str
     """ISO 8601, UTC."""
     seconds: float
-    """Of the whole process."""
+    """Of the whole process, the last one of a run that went on from a checkpoint."""
     train_seconds: float | None = None
-    """Axolotl's train_runtime."""
+    """Axolotl's train_runtime; None of a run that went on from a checkpoint, which took longer than that says."""
     steps: int | None = None
     trainable_parameters: int | None = None
     budget_parameters: int | None = None
@@ -139,11 +142,16 @@ def read_runs(runs_dir: Path) -> list[Run]:
     """
     runs = []
     for path in runs_dir.glob(f"*/*/{RUN_FILE}"):
-        run = _read(Run, path)
+        run = read_run(path)
         if path.parent.relative_to(runs_dir) != run.key.folder:
             raise ValueError(f"{path} is of the run {run.key.folder}: move its folder back to that name, or remove it.")
         runs.append(run)
     return sorted(runs, key=lambda run: (run.key.method, run.key.learning_rate, run.key.epochs, run.key.seed))
+
+
+def read_run(path: Path) -> Run:
+    """Raises ValueError, which names the file, if it holds no `Run`."""
+    return _read(Run, path)
 
 
 def read_scores(path: Path) -> Scores:
