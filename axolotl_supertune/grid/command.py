@@ -54,7 +54,7 @@ def sweep(
         places = Places(visible_gpus(gpus), jobs_per_gpu)
         work = Sweep(grid, places, console, time_limit=time_limit, retry_failed=retry_failed)
         if dry_run:
-            console.print(work.plan())
+            click.echo(work.plan())
             return
         try:
             good = work.sweep(until)  # type: ignore[arg-type]

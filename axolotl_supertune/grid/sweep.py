@@ -235,28 +235,29 @@ class Sweep:
             self._console.print(f"[red]failed:[/] {escape(name)}")
         return not self._failed
 
-    def plan(self) -> Table:
-        """What `sweep` would run, as far as is known before it does."""
-        table = Table(box=box.SIMPLE_HEAD, title=f"{self._path} → {self.runs_dir}")
-        for column in ("stage", "run", "state", "would"):
-            table.add_column(column)
-        first = [(key, self.state(key)) for key in self.grid.keys]
-        ended = all(state in ("done", "failed") for _, state in first)
+    def plan(self) -> str:
+        """What `sweep` would run, as far as is known before it does: a line each with stage, run, state and action."""
+        lines: list[tuple[str, str, str, str]] = []
+        ended = all(self.state(key) in ("done", "failed") for key in self.grid.keys)
         for stage, keys in (("training", self.grid.keys), ("other seeds", self.second_stage() if ended else [])):
-            for key in keys:
-                state = self.state(key)
-                table.add_row(stage, str(key.folder), state, self._would(key, state))
-        if not ended and (seeds := [seed for seed in self.grid.chosen.seeds if seed not in self.grid.seeds]):
-            chosen = self.grid.chosen
-            names = ", ".join([*chosen.methods, *([f"the {chosen.leading} leading"] if chosen.leading else [])])
-            table.add_row("other seeds", f"{', '.join(map(str, seeds))} of {names}", "", "when training has ended")
+            lines += [(stage, str(key.folder), self.state(key), self._would(key)) for key in keys]
+        chosen, seeds = self.grid.chosen, [seed for seed in self.grid.chosen.seeds if seed not in self.grid.seeds]
+        if not ended and seeds:
+            names = [*chosen.methods, *([f"the {chosen.leading} leading"] if chosen.leading else [])]
+            which = f"seeds {', '.join(map(str, seeds))} of {', '.join(names)}"
+            lines.append(("other seeds", which, "", "when training has ended"))
         if self.grid.score.runs != "none":
-            for scored in [None, *self.to_score()] if ended else [None]:
+            for scored in [None, *self.to_score()]:
                 there = self._scores(scored).is_file()
-                table.add_row("scoring", str(scored.folder if scored else "base"), "", "" if there else "score")
+                lines.append(
+                    ("scoring", str(scored.folder) if scored else "base", *(("done", "") if there else ("", "score")))
+                )
             if not ended:
-                table.add_row("scoring", f"{self.grid.score.runs} runs", "", "when training has ended")
-        return table
+                lines.append(("scoring", f"{self.grid.score.runs} runs", "", "when training has ended"))
+        width = max(len(run) for _, run, _, _ in lines)
+        shown = [f"{stage:<11}  {run:<{width}}  {state:<7}  {would}".rstrip() for stage, run, state, would in lines]
+        missing = sum(1 for *_, would in lines if would.startswith(("train", "go on")))
+        return "\n".join([*shown, f"{missing} runs to train, {len(self._done())} done, in {self.runs_dir}"])
 
     def summary(self) -> Table:
         """The chosen rates, by validation NLL."""
@@ -272,7 +273,8 @@ class Sweep:
             )
         return table
 
-    def _would(self, key: RunKey, state: State) -> str:
+    def _would(self, key: RunKey) -> str:
+        state = self.state(key)
         if state == "done" or (state == "failed" and not self._retry_failed):
             return ""
         folder = self.runs_dir / key.folder
