@@ -272,6 +272,12 @@ def _check_settings(path: Path, grid: Grid) -> None:
         for key, why in _REFUSED.items():
             if settings.get(key):
                 raise GridError(f"{where}: {key}: {settings[key]} does not go with a grid: {why}.")
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if settings.get(key) and grid.score.runs != "none":
+                raise GridError(
+                    f"{where}: {key}: {settings[key]} cannot be scored: the harness loads bases unquantized, and would "
+                    "ask another model. Drop the key, or say score: {runs: none}."
+                )
     for key in ("base_model", "datasets"):
         if not grid.base_settings.get(key):
             raise GridError(f"{base}: {key}: the key is missing, and all runs share it.")

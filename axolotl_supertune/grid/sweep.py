@@ -247,7 +247,7 @@ class Sweep:
             which = f"seeds {', '.join(map(str, seeds))} of {', '.join(names)}"
             lines.append(("other seeds", which, "", "when training has ended"))
         if self.grid.score.runs != "none":
-            for scored in [None, *self.to_score()]:
+            for scored in [None, *(self.to_score() if ended else [])]:
                 there = self._scores(scored).is_file()
                 lines.append(
                     ("scoring", str(scored.folder) if scored else "base", *(("done", "") if there else ("", "score")))
@@ -315,10 +315,11 @@ class Sweep:
         jobs = []
         if not self.grid.base_settings.get("dataset_prepared_path") and not (self.runs_dir / PREPARED_FOLDER).is_dir():
             jobs.append(self._shared("data", self.runs_dir / PREPARED_FOLDER, keys[0]))
-        # The first run that needs a file says how it is made; all others would say the same.
-        for path, key in {self.norms(key): key for key in reversed(keys)}.items():
-            if path is not None and not path.is_file():
-                jobs.append(self._shared("norms", path, key))
+        makers: dict[Path, RunKey] = {}  # of the runs that need a file the first; all say alike how it is made
+        for key in keys:
+            if (path := self.norms(key)) is not None and not path.is_file():
+                makers.setdefault(path, key)
+        jobs += [self._shared("norms", path, key) for path, key in makers.items()]
         self._pool_run("preparing", jobs)
         # Without its norms a run cannot start; that their calibration failed is told already.
         ready = [key for key in keys if (norms := self.norms(key)) is None or norms.is_file()]
