@@ -278,7 +278,8 @@ class Sweep:
         if state == "done" or (state == "failed" and not self._retry_failed):
             return ""
         folder = self.runs_dir / key.folder
-        step = max((_step(each) for each in _checkpoints(folder)), default=0) if self.difference(key) is None else 0
+        whole = [each for each in _checkpoints(folder) if _is_whole(each)] if self.difference(key) is None else []
+        step = max((int(each.name.rpartition("-")[2]) for each in whole), default=0)
         return f"go on from step {step}" if step else "train"
 
     @contextlib.contextmanager
@@ -526,15 +527,10 @@ def _make_ready(folder: Path, *, resumable: bool) -> None:
     """Leave of an earlier attempt what a new one goes on from: whole checkpoints of the same YAML, or nothing."""
     for name in (RUN_FILE, SCORES_FILE):
         (folder / name).unlink(missing_ok=True)
-    whole = []
     for checkpoint in _checkpoints(folder):
-        try:
-            # The Trainer writes it last.
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-            whole.append(checkpoint)
-        except (OSError, ValueError):
+        if not _is_whole(checkpoint):
             shutil.rmtree(checkpoint)
-    if not (resumable and whole):
+    if not (resumable and _checkpoints(folder)):
         shutil.rmtree(folder / ADAPTER_FOLDER, ignore_errors=True)
         (folder / LOG_FILE).unlink(missing_ok=True)
 
@@ -543,8 +539,12 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in (folder / ADAPTER_FOLDER).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))  # the Trainer writes it last
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _holds_weights(folder: Path) -> bool:
