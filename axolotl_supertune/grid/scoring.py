@@ -77,8 +77,10 @@ def score_model(request: Request) -> Scores:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = HFLM(**arguments, device=device, batch_size=score.batch_size)
 
+    # The harness's thousands of own tasks would take longer to index than a small model takes to answer.
+    manager = TaskManager(include_path=str(TASK_FOLDER), include_defaults=False, metadata=metadata)
+
     def ask(task: str, **more: Any) -> dict[str, list[dict[str, Any]]]:
-        manager = TaskManager(include_path=str(TASK_FOLDER), metadata=metadata)
         results = simple_evaluate(
             model=model,
             tasks=[task],
