@@ -1,5 +1,8 @@
-"""The base YAML and a method of the grids here."""
+"""The base YAML and a method of the grids here, and where data for tests is."""
 
+from pathlib import Path
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
 BASE = {
     "base_model": "base",
     "plugins": ["axolotl_supertune.SupertunePlugin"],
