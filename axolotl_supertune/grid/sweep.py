@@ -23,6 +23,7 @@ from rich.table import Table
 
 from .. import checks
 from ..args import SupertuneArgs
+from ..corpus import TRAINING_SET
 from ..files import whole_file
 from ..plugin import NORMS_FILE
 from .choice import Choice, Trial, choose_rates
@@ -320,6 +321,9 @@ class Sweep:
         for key in keys:
             if (path := self.norms(key)) is not None and not path.is_file():
                 makers.setdefault(path, key)
+        if any(self.grid.settings(key).get("calibration_dataset") == TRAINING_SET for key in makers.values()):
+            self._pool_run("preparing", jobs)  # which they read
+            jobs = []
         jobs += [self._shared("norms", path, key) for path, key in makers.items()]
         self._pool_run("preparing", jobs)
         # Without its norms a run cannot start; that their calibration failed is told already.
