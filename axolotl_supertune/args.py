@@ -22,10 +22,22 @@ class SupertuneArgs(BaseModel):
         description="λ, the low-rank share of the parameter budget: 0 is Super, 1 is LoRA. Default 0.8; "
         "`adapter: super` means 0.",
     )
-    mask_score: Literal["wanda", "magnitude"] | None = Field(
+    mask_score: Literal["wanda", "activation", "magnitude", "gradient", "squared_gradient"] | None = Field(
         default=None,
-        description="Score that orders a layer's weights: wanda |W|·‖X‖₂ (needs calibration) or magnitude |W|. "
+        description="Score that orders a layer's weights: wanda |W|·‖X‖₂ or activation ‖X‖₂ (need calibration), "
+        "magnitude |W|, gradient |∂L/∂W| of training batches (SIFT), squared_gradient, the mean of its squares (RoSA). "
         "Default wanda.",
+    )
+    gradient_batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Batches that a gradient score is taken on, each as large as an optimizer step's. Default 8.",
+    )
+    low_rank_warmup_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="Steps in which the low-rank part is trained alone before a gradient score chooses the support, as "
+        "RoSA may. Default 0.",
     )
     sparse_direction: Literal["bottom", "top", "hybrid", "random"] | None = Field(
         default=None,
@@ -37,6 +49,17 @@ class SupertuneArgs(BaseModel):
         ge=0,
         le=1,
         description="β, share of the largest scores; only with sparse_direction: hybrid. Default 0.5.",
+    )
+    support_scope: Literal["layer", "row"] | None = Field(
+        default=None,
+        description="Whether scores are compared within a layer, or within each row, over which the layer's sparse "
+        "entries are then spread evenly. Default layer.",
+    )
+    budget_scope: Literal["layer", "density", "global"] | None = Field(
+        default=None,
+        description="layer: every layer has its own budget. density: all layers have one density, the whole budget in "
+        "the whole weights. global: the sparse entries of all layers go where the scores, compared across "
+        "layers, say. Default layer.",
     )
     sparse_density: float | None = Field(
         default=None,
@@ -56,7 +79,8 @@ class SupertuneArgs(BaseModel):
     calibration_dataset: str | None = Field(
         default=None,
         description="Calibration text: a local .txt, .json(l), .json(l).gz or .parquet file, or a hub dataset, "
-        "which is streamed. Default allenai/c4, shard 0 of its English training split.",
+        "which is streamed; or training_set: records of the training set. Default allenai/c4, shard 0 of its English "
+        "training split.",
     )
     calibration_split: str | None = Field(
         default=None, description="Split of a hub calibration dataset. Default train."

@@ -13,6 +13,7 @@ from fractions import Fraction
 _MAX_DENOMINATOR = 10**9
 
 DEFAULT_R0 = 8
+BUDGET_SCOPES = ("layer", "density", "global")
 
 
 class BudgetError(ValueError):
@@ -156,6 +157,45 @@ def layer_budget(
             f"{layer}: {source} gives this {out_features}×{in_features} layer T = {total:,} parameters, {problem}; "
             f"{remedy}."
         )
+    return _shared_out(out_features, in_features, total, supra_lambda)
+
+
+def density_budgets(
+    shapes: Mapping[str, tuple[int, int]], *, supra_lambda: float, r0: int | None = None
+) -> dict[str, LayerBudget]:
+    """The rank budget of all layers together, shared out by their sizes: one density ρ = Σ r0(c+b) / Σ c·b.
+
+    T_i = ⌊ρ·c_i·b_i⌋, as the authors' code has it; r_i, l_i and s_i follow as in `layer_budget`.
+
+    Args:
+        shapes: (c, b) by layer name.
+        supra_lambda: λ in [0, 1].
+        r0: reference rank, 8 if not given.
+
+    Raises:
+        ValueError: λ or r0 out of range.
+        BudgetError: ρ is above 1, or leaves a layer nothing.
+    """
+    check_lambda(supra_lambda)
+    r0 = DEFAULT_R0 if r0 is None else r0
+    check_r0(r0)
+    size = sum(c * b for c, b in shapes.values())
+    asked = r0 * sum(c + b for c, b in shapes.values())
+    budgets = {}
+    for name, (c, b) in shapes.items():
+        total = asked * c * b // size
+        if asked > size or not total:
+            raise BudgetError(
+                f"{name}: budget_scope: density with r0={r0} (lora_r in a YAML) gives this {c}×{b} layer T = {total:,} "
+                f"parameters, a share of {asked / size:.3g} of its weights; use another r0, or leave it out of the "
+                "target modules."
+            )
+        budgets[name] = _shared_out(c, b, total, supra_lambda)
+    return budgets
+
+
+def _shared_out(out_features: int, in_features: int, total: int, supra_lambda: float) -> LayerBudget:
+    sides = out_features + in_features
     rank = math.floor(exact_fraction(supra_lambda) * total / sides)
     return LayerBudget(out_features, in_features, total, rank, total - rank * sides)
 

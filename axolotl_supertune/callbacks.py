@@ -152,6 +152,10 @@ class LogCost(TrainerCallback):
     def on_save(self, *args: Any, **kwargs: Any) -> None:
         self._leave_out()
 
+    def leave_out(self, seconds: float) -> None:
+        """Time since the last log that was spent on something else than training."""
+        self._started += seconds
+
     def _leave_out(self) -> None:
         """The time since the last step is not training."""
         now = time.perf_counter()

@@ -15,6 +15,7 @@ from typing import Any
 from packaging.version import Version
 from transformers import BitsAndBytesConfig
 
+from . import gradient_checks
 from .args import SupertuneArgs
 from .corpus import (
     C4_DATASET,
@@ -22,9 +23,11 @@ from .corpus import (
     DEFAULT_SEQUENCE_LEN,
     DEFAULT_SPLIT,
     DEFAULT_TEXT_FIELD,
+    TRAINING_SET,
     check_source,
 )
 from .ops.choice import requested
+from .scores import NORM_SCORES
 from .tuner import SupraConfig
 
 Config = MutableMapping[str, Any]
@@ -67,6 +70,8 @@ _DEFAULTS: dict[str, Any] = {
     "supra_lambda": 0.8,
     "mask_score": "wanda",
     "sparse_direction": "bottom",
+    "support_scope": "layer",
+    "budget_scope": "layer",
     "lora_alpha": 16,
     "lora_dropout": 0.05,
     "values_dtype": "fp32",
@@ -77,6 +82,8 @@ _DEFAULTS: dict[str, Any] = {
     "calibration_sequence_len": DEFAULT_SEQUENCE_LEN,
     "calibration_batch_size": 8,
 }
+
+_TEXT_KEYS = ("calibration_split", "calibration_text_field")
 
 # Keys that would train something else than they say, or nothing, and why.
 _REFUSED: dict[str, str] = {
@@ -147,7 +154,9 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
         cfg["supra_lambda"] = 0.0
     _set_quantization(cfg)
     _fill_defaults(cfg)
-    method_config(cfg)  # raises on what the method cannot do
+    method = method_config(cfg)  # raises on what the method cannot do
+    if method.by_gradient:
+        gradient_checks.check(cfg, has_sparse_part(cfg))
     _check_files(cfg)
     # The default, memory-efficient merge knows LoRA's file only and would write the base model back unmerged.
     cfg["merge_method"] = "legacy"
@@ -167,6 +176,10 @@ def method_config(cfg: Config, **more: Any) -> SupraConfig:
         sparse_direction=cfg["sparse_direction"],
         hybrid_beta=_number(cfg, "hybrid_beta"),
         support_seed=cfg["support_seed"],
+        support_scope=cfg["support_scope"],
+        budget_scope=cfg["budget_scope"],
+        gradient_batches=_integer(cfg, "gradient_batches"),
+        low_rank_warmup_steps=_integer(cfg, "low_rank_warmup_steps") or 0,
         values_dtype=cfg["values_dtype"],
         **more,
     )
@@ -197,13 +210,14 @@ def check_provenance(cfg: Config, provenance: Mapping[str, Any], maximum: int | 
 
 
 def has_sparse_part(cfg: Config) -> bool:
-    """Whether any layer gets a sparse part: all do but under a rank budget with λ = 1."""
-    return cfg.get("sparse_density") is not None or _number(cfg, "supra_lambda") != 1
+    """Whether any layer gets a sparse part: all do but under a rank budget of its own with λ = 1."""
+    by_density = cfg.get("sparse_density") is not None or cfg.get("budget_scope") == "density"
+    return by_density or _number(cfg, "supra_lambda") != 1
 
 
 def may_need_norms(cfg: Config) -> bool:
     """Whether the support needs activation norms."""
-    return cfg["mask_score"] == "wanda" and cfg["sparse_direction"] != "random" and has_sparse_part(cfg)
+    return cfg["mask_score"] in NORM_SCORES and cfg["sparse_direction"] != "random" and has_sparse_part(cfg)
 
 
 def _check_names(cfg: Config, known: set[str]) -> None:
@@ -215,7 +229,9 @@ def _check_names(cfg: Config, known: set[str]) -> None:
         near = [_ALIASES[plain]] if plain in _ALIASES else difflib.get_close_matches(plain, ours, n=1, cutoff=0.75)
         if near:
             raise ValueError(f"{key}: {cfg[key]} is not a key; did you mean {near[0]}?")
-        if str(key).startswith(("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_")):
+        if str(key).startswith(
+            ("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_", "budget_", "low_rank_")
+        ):
             raise ValueError(f"{key}: {cfg[key]} is not a key; the plugin's keys are {', '.join(OWN_KEYS)}.")
 
 
@@ -347,6 +363,11 @@ def _check_fsdp(cfg: Config) -> None:
             )
     if _fsdp(config, "state_dict_type") is None:
         config["state_dict_type"] = FULL_STATE_DICT
+    if _fsdp(config, "cpu_ram_efficient_loading") and cfg.get("budget_scope") == "global":
+        raise ValueError(
+            "fsdp_config.cpu_ram_efficient_loading: true leaves all processes but one without weights to compare, as "
+            "budget_scope: global does. Remove one of them."
+        )
     if cfg.get("torch_compile"):
         raise ValueError("torch_compile: true was not tried with FSDP2; remove one of them.")
     if (cfg.get("dp_replicate_size") or 1) > 1:
@@ -456,8 +477,21 @@ def check_processes_know_each_other(distributed: bool) -> None:
 def _fill_defaults(cfg: Config) -> None:
     # Beside calibration_path, only what the YAML itself says of a calibration is to be compared with the file.
     calibrates = not cfg.get("calibration_path")
+    no_text = _TEXT_KEYS if cfg.get("calibration_dataset") == TRAINING_SET else ()
+    for key in no_text:
+        if cfg.get(key) is not None:
+            raise ValueError(
+                f"{key}: {cfg[key]} has no effect with calibration_dataset: {TRAINING_SET}, whose records are those of "
+                "the YAML's datasets; drop it."
+            )
+    for key in ("streaming", "pretraining_dataset") if no_text else ():
+        if cfg.get(key):
+            raise ValueError(
+                f"{key}: {cfg[key]} does not work with calibration_dataset: {TRAINING_SET}: records are drawn from a "
+                f"training set that is there as a whole. Remove {key}, or name a text."
+            )
     for key, value in _DEFAULTS.items():
-        if cfg.get(key) is None and (calibrates or not key.startswith("calibration_")):
+        if cfg.get(key) is None and key not in no_text and (calibrates or not key.startswith("calibration_")):
             cfg[key] = value
     if cfg.get("lora_r") is None and cfg.get("sparse_density") is None:
         cfg["lora_r"] = 8
@@ -497,7 +531,7 @@ def _check_files(cfg: Config) -> None:
                 f"calibration_batch_size: {cfg['calibration_batch_size']} has no effect with calibration_path: "
                 f"{cfg['calibration_path']}; drop one of them."
             )
-    elif needed:
+    elif needed and cfg["calibration_dataset"] != TRAINING_SET:
         check_source(cfg["calibration_dataset"])
     resume = cfg.get("resume_from_checkpoint")
     if isinstance(resume, str) and not os.path.isdir(resume):

@@ -10,7 +10,10 @@ import click
 from .bench.command import bench
 from .export import export
 from .files import whole_file
+from .grid.command import sweep
+from .grid.report import report
 from .inspection import inspect
+from .overlap import overlap
 from .plan import plan
 from .tasks import TASK_FOLDER
 from .tasks.contamination import contamination
@@ -18,7 +21,7 @@ from .tasks.contamination import contamination
 
 @click.group()
 def supertune() -> None:
-    """Super and Supra: plan, calibrate, evaluate, inspect, export; contamination checks; what a step costs."""
+    """Super and Supra: plan, calibrate, evaluate, inspect, export; grids; contamination checks; what a step costs."""
 
 
 supertune.add_command(contamination)
@@ -26,6 +29,9 @@ supertune.add_command(bench)
 supertune.add_command(plan)
 supertune.add_command(export)
 supertune.add_command(inspect)
+supertune.add_command(overlap)
+supertune.add_command(report)
+supertune.add_command(sweep)
 
 
 @supertune.command("calibrate")

@@ -6,7 +6,7 @@ suffice. A `.txt` file is one document.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
+TRAINING_SET = "training_set"  # as calibration_dataset: no text, but the records that are trained on
 C4_DATASET = "allenai/c4"
 C4_FILE = "en/c4-train.00000-of-01024.json.gz"
 DEFAULT_SPLIT = "train"
@@ -85,6 +86,43 @@ def calibration_windows(
         )
     chosen = numpy.sort(random.choice(len(disjoint), size=samples, replace=False))
     return torch.tensor([disjoint[index] for index in chosen], dtype=torch.int64)
+
+
+def training_windows(
+    records: Sequence[Sequence[int]], *, samples: int, sequence_len: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """Draw `samples` training records, each a window of its own, as they are trained on: prompt, answer and all.
+
+    Args:
+        records: token ids of each.
+        samples, sequence_len, seed: how many, where longer ones are cut off, and the seed of the choice.
+
+    Returns:
+        `input_ids` and `attention_mask`, each (samples, longest) int64; after a record there is padding, masked 0.
+
+    Raises:
+        ValueError: there are fewer records.
+    """
+    if len(records) < samples:
+        raise ValueError(
+            f"calibration_samples: {samples} records were asked for, and the training set has {len(records)}; lower it."
+        )
+    at = numpy.sort(numpy.random.default_rng(seed).choice(len(records), size=samples, replace=False))
+    chosen = [torch.tensor(records[int(each)][:sequence_len], dtype=torch.int64) for each in at]
+    ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+    lengths = torch.tensor([len(each) for each in chosen])
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+
+
+def batches_of(windows: Tensor | Mapping[str, Tensor], size: int) -> list[Any]:
+    """Windows in batches of so many, padded ones no longer than the longest of the batch."""
+    if isinstance(windows, Tensor):
+        return list(windows.split(size))
+    parts = zip(windows["input_ids"].split(size), windows["attention_mask"].split(size), strict=True)
+    return [
+        {"input_ids": ids[:, : int(mask.sum(1).max())], "attention_mask": mask[:, : int(mask.sum(1).max())]}
+        for ids, mask in parts
+    ]
 
 
 def check_source(source: str) -> None:

@@ -59,10 +59,13 @@ def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     reports = layer_reports(tensors, config.lora_alpha)
+    awaits = config.awaits_gradient and any(report.entries for report in reports)
     if as_json:
         size = (adapter / "adapter_model.safetensors").stat().st_size
         about = {"base_model": config.base_model_name_or_path, "bytes": size, "calibration": config.calibration}
-        knobs = ("r0", "sparse_density", "supra_lambda", "mask_score", "sparse_direction", "lora_alpha", "values_dtype")
+        about |= {"gradient": config.gradient, "awaits_gradient": awaits}
+        knobs: tuple[str, ...] = ("r0", "sparse_density", "supra_lambda", "mask_score", "sparse_direction")
+        knobs += ("support_scope", "budget_scope", "lora_alpha", "values_dtype")
         about |= {name: getattr(config, name) for name in knobs}
         about["layers"] = [asdict(report) for report in reports]
         click.echo(json.dumps(about, indent=2))
@@ -73,6 +76,12 @@ def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
         if not console.is_terminal:  # into a file as wide as it needs to be
             console = Console(width=160)
         console.print(report_table(reports, f"{adapter}: {config.base_model_name_or_path}"))
+        if awaits:
+            console.print(
+                f"The support is still to be chosen, by {config.mask_score}: the low-rank part alone was trained, and "
+                "the indices hold the place of others.",
+                soft_wrap=True,
+            )
     if png is not None:
         with whole_file(png) as temporary:
             draw(tensors, reports, temporary)

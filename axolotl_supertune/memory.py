@@ -35,6 +35,7 @@ ATTENTION_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_k
 ATTENTION_OUTPUTS = frozenset({"o_proj", "dense", "out_proj"})
 MLP_INPUTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"})
 MLP_OUTPUTS = frozenset({"down_proj", "w2"})
+DENSE_GRADIENTS = 2 * GIB  # that a choice by gradient holds at once, as gradients.DENSE_BYTES has it
 _TOKENS_AT_ONCE = 16384  # that the kernels transpose, as ops.kernels has it
 _FUSED_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
@@ -207,6 +208,13 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class GradientPass:
+    """Forward and backward over training batches to choose the support; RoSA's squares need two sums a layer."""
+
+    squared: bool = False
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Bytes on one GPU.
 
@@ -244,6 +252,7 @@ def estimate(
     step: Step,
     engine: Engine | None = None,
     calibration: Calibration | None = None,
+    gradient: GradientPass | None = None,
 ) -> Estimate:
     """Peak memory of training an adapter with these budgets; without rows nothing is adapted (`full`).
 
@@ -306,10 +315,31 @@ def estimate(
     }
     if step.evaluated_rows:
         moments["evaluation"] = {"gathered weights": live_loss, "logits and loss": _evaluated_bytes(shape, step)}
+    if gradient is not None:
+        moments["choice of the support by gradient"] = _choice(shape, rows, step, gradient)
     peaks = {moment: sum(parts.values()) + sum(fixed.values()) for moment, parts in moments.items()}
     moment = max(peaks, key=lambda name: peaks[name])
     parts = {name: size for name, size in {**fixed, **moments[moment]}.items() if size}
     return Estimate(moment, parts, peaks, _calibration(shape, step, engine, held, calibration))
+
+
+def _choice(shape: Shape, rows: Sequence[BudgetRow], step: Step, gradient: GradientPass) -> dict[str, float]:
+    """Dense fp32 sums of a group of layers, beside what forward keeps; a layer's dy and x are copied to fp32.
+
+    Layers are computed one by one here, an MLP too. The optimizer's state may be there already, after a warm-up.
+    """
+    sizes = [row.budget.out_features * row.budget.in_features * (8.0 if gradient.squared else 4.0) for row in rows]
+    every = sum(row.layers * size for row, size in zip(rows, sizes, strict=True))
+    sides = max((row.budget.out_features + row.budget.in_features for row in rows), default=0)
+    alone = replace(step, mlp="other")
+    kept, block, transient = activation_bytes(shape, rows, alone)
+    logits = loss_bytes(shape, step)
+    backward = (block if step.checkpointing != "none" else 0.0) + transient + 4.0 * step.tokens * sides
+    return {
+        "dense gradients": min(every, max(float(DENSE_GRADIENTS), *sizes)) if sizes else 0.0,
+        "activations": kept + (backward if backward > logits else 0.0),
+        "logits and loss": 0.0 if backward > logits else logits,
+    }
 
 
 def base_bytes(shape: Shape, step: Step) -> float:

@@ -18,7 +18,7 @@ import click
 from . import memory
 from .budget import BudgetRow, budget_rows
 from .files import whole_file
-from .memory import GIB, Calibration, Engine, Estimate, Shape, Step
+from .memory import GIB, Calibration, Engine, Estimate, GradientPass, Shape, Step
 
 if TYPE_CHECKING:  # the command's help shall not wait for torch
     from .tuner import SupraConfig
@@ -101,6 +101,7 @@ class Job:
     step: Step
     engine: Engine
     calibration: Calibration | None
+    gradient: GradientPass | None = None
 
 
 @dataclass
@@ -143,7 +144,18 @@ class Plan:
             "adapter": self.cfg["adapter"],
             "method": {
                 key: getattr(self.method, key)
-                for key in ("supra_lambda", "r0", "sparse_density", "mask_score", "sparse_direction", "hybrid_beta")
+                for key in (
+                    "supra_lambda",
+                    "r0",
+                    "sparse_density",
+                    "mask_score",
+                    "sparse_direction",
+                    "hybrid_beta",
+                    "support_scope",
+                    "budget_scope",
+                    "gradient_batches",
+                    "low_rank_warmup_steps",
+                )
             },
             "layers": [
                 {"kind": row.kind, "layers": row.layers}
@@ -241,15 +253,24 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
     found = Plan(cfg, method, budget_rows(budgets), refusals + _norms_refusal(cfg, model_config))
+    if method.compares_layers:
+        found.notes.append(
+            "every layer has as many sparse entries as its budget alone; budget_scope: global moves them between layers"
+        )
     text = model_config.get_text_config()
     found.unknown = _unlike_llama(text)
     if not found.unknown:
         if text.model_type not in CHECKED:
             found.notes.append(f"the blocks of {text.model_type} keep what Llama's keep, which was not checked")
-        found.job = _job({**cfg, **refused}, model, text, engine, tokens, found.notes)
+        found.job = _job({**cfg, **refused}, method, model, text, engine, tokens, found.notes)
         try:
             found.estimate = memory.estimate(
-                found.job.shape, found.rows, found.job.step, found.job.engine, found.job.calibration
+                found.job.shape,
+                found.rows,
+                found.job.step,
+                found.job.engine,
+                found.job.calibration,
+                found.job.gradient,
             )
         except ValueError as error:
             found.unknown = str(error)
@@ -272,19 +293,25 @@ def _norms_refusal(cfg: Any, model_config: Any) -> list[str]:
     return []
 
 
-def _job(cfg: Any, model: Any, text: Any, engine: Engine, tokens: int | None, notes: list[str]) -> Job:
-    from .checks import may_need_norms
+def _job(cfg: Any, method: Any, model: Any, text: Any, engine: Engine, tokens: int | None, notes: list[str]) -> Job:
+    from .checks import has_sparse_part, may_need_norms
+    from .corpus import TRAINING_SET
 
     shape = shape_of(model, text, cfg.get("lora_modules_to_save") or [])
     calibration = None
     if may_need_norms(cfg) and not cfg.get("calibration_path"):
         length = min(cfg["calibration_sequence_len"], getattr(text, "max_position_embeddings", None) or 2**31)
+        if cfg["calibration_dataset"] == TRAINING_SET:
+            length = min(length, cfg.get("sequence_len") or length)  # no record is longer
         calibration = Calibration(min(cfg["calibration_batch_size"], cfg["calibration_samples"]), length)
     # DeepSpeed's `auto`, as transformers fills it in.
     if engine.bucket == _AUTO:
         engine = replace(engine, bucket=shape.hidden**2)
     step = step_of(cfg, shape, engine, _hidden_act(text), tokens, notes)
-    return Job(shape, step, engine, calibration)
+    gradient = (
+        GradientPass(method.mask_score == "squared_gradient") if method.by_gradient and has_sparse_part(cfg) else None
+    )
+    return Job(shape, step, engine, calibration, gradient)
 
 
 def engine_of(raw: MutableMapping[str, Any], gpus: int | None) -> Engine:

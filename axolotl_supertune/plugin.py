@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from axolotl.common.datasets import load_datasets
 from axolotl.integrations.base import AdapterCapabilities, BasePlugin, PluginManager
 from axolotl.loaders import adapter as axolotl_adapter
 from axolotl.loaders import load_tokenizer
@@ -33,7 +34,8 @@ from transformers import TrainerCallback
 from . import checks, quantized_base
 from .calibration import ActivationNorms, calibrate, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
-from .corpus import calibration_windows
+from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
+from .gradient_support import ChooseByGradient
 from .ops.choice import described
 from .processes import Processes
 from .table import layer_table
@@ -50,6 +52,7 @@ from .trained import (
 from .tuner import SupraConfig, SupraLayer, budget_table
 from .tuner.base import base_quantization
 from .tuner.card import note_training
+from .tuner.gradient import sparse_layers
 from .tuner.model import layer_budgets
 from .tuner.quantized import QuantizedSupraLinear
 
@@ -63,12 +66,13 @@ class SupertunePlugin(BasePlugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self._windows: torch.Tensor | None = None
+        self._windows: torch.Tensor | dict[str, torch.Tensor] | None = None
         self._calibrated: str | None = None
         self._untrained = False
         self._inference = False
         self._processes: Processes | None = None
         self._finished = False
+        self._awaits_gradient = False
         self._resumes: Path | None = None
         # `axolotl supertune calibrate`: the text is read whatever there is to resume.
         self.calibrates_only = False
@@ -121,7 +125,11 @@ class SupertunePlugin(BasePlugin):
             checks.check_provenance(cfg, norms.provenance, _max_positions(model_config))
         elif checks.may_need_norms(cfg):
             with self._processes.together("reading the calibration text"):
-                self._windows = self._processes.from_first(lambda: _windows(cfg, model_config))
+                if cfg.calibration_dataset == TRAINING_SET:
+                    # Here and not in process 0 alone: Axolotl's own loading asks all of them.
+                    self._windows = _training_windows(cfg, model_config)
+                else:
+                    self._windows = self._processes.from_first(lambda: _windows(cfg, model_config))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
@@ -154,6 +162,7 @@ class SupertunePlugin(BasePlugin):
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
             model = self._new_adapter(model, cfg)
+        self._awaits_gradient = model.peft_config["default"].awaits_gradient and bool(sparse_layers(model))
         note_training(model, *_training(cfg))
         # A run must go on from a checkpoint exactly; `post_train` asks for what the finished adapter is stored in.
         model.peft_config["default"].values_dtype = "fp32"
@@ -181,8 +190,12 @@ class SupertunePlugin(BasePlugin):
         if cfg.deepspeed:
             _keep_fp32(trainer)
         callbacks = [RequireAllTrained(), RequireFp32(), CheckSaves(self._processes, self._resumes)]
+        cost = None
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
-            callbacks.append(LogCost(trainer))
+            cost = LogCost(trainer)
+            callbacks.append(cost)
+        if self._awaits_gradient:
+            callbacks.append(ChooseByGradient(trainer, self._processes, _seed(cfg), cost))
         if self._untrained:
             callbacks.append(RefuseUntrained(cfg.output_dir))
         return callbacks
@@ -211,7 +224,7 @@ class SupertunePlugin(BasePlugin):
         if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
             # What FSDP is to shard waits on the CPU, which chooses slowly.
             config.support_device = cfg.device
-        seed = checks.DEFAULT_SEED if cfg.seed is None else cfg.seed
+        seed = _seed(cfg)
         # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -263,10 +276,12 @@ class SupertunePlugin(BasePlugin):
             "split": cfg.calibration_split,
             "text_field": cfg.calibration_text_field,
             "seed": cfg.calibration_seed,
-            "sequence_len": windows.shape[1],
+            "sequence_len": _window_length(cfg, model.config),
         }
+        if cfg.calibration_dataset == TRAINING_SET:
+            provenance["training_data"] = _training(cfg)[0]["Training data"]
         # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
-        batches = windows.split(cfg.calibration_batch_size)
+        batches = batches_of(windows, cfg.calibration_batch_size)
         if not alone:
             batches = batches[processes.rank :: processes.world]
         start = time.perf_counter()
@@ -276,11 +291,18 @@ class SupertunePlugin(BasePlugin):
                 batches,
                 layers=layers,
                 provenance=provenance,
-                total_tokens=sum(batch.numel() for batch in batches),
+                total_tokens=sum(
+                    int(batch["attention_mask"].sum()) if isinstance(batch, dict) else batch.numel()
+                    for batch in batches
+                ),
                 progress=processes.is_first,
                 sum_processes=None if alone else processes.sum,
             )
         return norms, time.perf_counter() - start
+
+
+def _seed(cfg: Any) -> int:
+    return checks.DEFAULT_SEED if cfg.seed is None else int(cfg.seed)
 
 
 def _keep_fp32(trainer: Any) -> None:
@@ -324,17 +346,31 @@ def _processes() -> Processes:
 
 def _windows(cfg: Any, model_config: Any) -> torch.Tensor:
     """The calibration windows that the keys describe, no longer than the model takes."""
-    length = cfg.calibration_sequence_len
-    maximum = _max_positions(model_config)
     return calibration_windows(
         load_tokenizer(cfg),
         cfg.calibration_dataset,
         samples=cfg.calibration_samples,
-        sequence_len=length if maximum is None else min(length, maximum),
+        sequence_len=_window_length(cfg, model_config),
         seed=cfg.calibration_seed,
         split=cfg.calibration_split,
         text_field=cfg.calibration_text_field,
     )
+
+
+def _training_windows(cfg: Any, model_config: Any) -> dict[str, torch.Tensor]:
+    """Records of the training set, as Axolotl prepares it and keeps it in dataset_prepared_path."""
+    records = load_datasets(cfg=cfg).train_dataset
+    return training_windows(
+        records["input_ids"],
+        samples=cfg.calibration_samples,
+        sequence_len=_window_length(cfg, model_config),
+        seed=cfg.calibration_seed,
+    )
+
+
+def _window_length(cfg: Any, model_config: Any) -> int:
+    maximum = _max_positions(model_config)
+    return int(cfg.calibration_sequence_len if maximum is None else min(cfg.calibration_sequence_len, maximum))
 
 
 def _take_supports_of_first(model: Any, processes: Processes) -> None:
@@ -462,9 +498,18 @@ def _training(cfg: Any) -> tuple[dict[str, str], list[str]]:
 
 
 def _calibration_line(model: Any, how: str) -> str:
-    made = model.peft_config["default"].calibration
+    config = model.peft_config["default"]
+    made = config.calibration
+    if config.awaits_gradient and sparse_layers(model):
+        after = f" after {config.low_rank_warmup_steps} steps" if config.low_rank_warmup_steps else ""
+        return f"Support: to be chosen by the {config.mask_score} of {config.gradient_batches} training batches{after}"
     if made is None:
         return "Calibration: none needed"
+    if made.get("dataset") == TRAINING_SET:
+        return (
+            f"Calibration: {made['samples']} training records, {made['tokens']:,} tokens of {made['training_data']} "
+            f"(seed {made['seed']}), model {made['model']}: {how}"
+        )
     return (
         f"Calibration: {made['samples']} × {made.get('sequence_len', '?')} tokens of {made.get('dataset', '?')} "
         f"(seed {made.get('seed', '?')}), model {made['model']}: {how}"

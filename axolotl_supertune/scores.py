@@ -8,7 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MASK_SCORES = ("wanda", "magnitude")
+# Scores of training batches (`gradients.gradient_scores`), which no weight alone can tell.
+GRADIENT_SCORES = ("gradient", "squared_gradient")
+# Scores that need activation norms.
+NORM_SCORES = ("wanda", "activation")
+MASK_SCORES = ("wanda", "magnitude", "activation", *GRADIENT_SCORES)
 
 
 def magnitude_score(weight: Tensor, *, layer: str = "layer") -> Tensor:
@@ -44,6 +48,21 @@ def wanda_score(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer"
     return score_rows(weight, activation_norm, layer=layer)(0, len(weight))
 
 
+def activation_score(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer") -> Tensor:
+    """‖X_j‖₂ in every row: the wanda score without the weight, so that a support is made of columns.
+
+    Args, returns and raises: as `wanda_score`.
+    """
+    return activation_rows(weight, activation_norm, layer=layer)(0, len(weight)).contiguous()
+
+
+def activation_rows(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer") -> Callable[[int, int], Tensor]:
+    """`activation_score`, a block of rows at a time, as `score_rows`; the weight is only checked."""
+    norm = _norm(weight, activation_norm, layer)
+    check_weight(weight, layer=layer)
+    return lambda start, stop: norm.expand(stop - start, -1)
+
+
 def score_rows(
     weight: Tensor, activation_norm: Tensor | None = None, *, layer: str = "layer"
 ) -> Callable[[int, int], Tensor]:
@@ -65,14 +84,7 @@ def score_rows(
     weight = weight.detach()
     norm: Tensor | None = None
     if activation_norm is not None:
-        if tuple(activation_norm.shape) != (weight.shape[1],):
-            raise ValueError(
-                f"{layer}: activation norms of shape {tuple(activation_norm.shape)} do not fit a weight of shape "
-                f"{tuple(weight.shape)}; they were made for another model, calibrate this one."
-            )
-        norm = activation_norm.to(device=weight.device, dtype=torch.float32)
-        remedy = "calibrate again with a model and text that give finite values"
-        _check_finite(norm, layer, "its activation norms", remedy)
+        norm = _norm(weight, activation_norm, layer)
 
     def rows(start: int, stop: int) -> Tensor:
         score = weight[start:stop].to(torch.float32, copy=True).abs_()
@@ -84,6 +96,18 @@ def score_rows(
         remedy = "the products overflow fp32: check the base model and the norms"
         _check_finite(rows(0, len(weight)), layer, "its scores |W|·‖X‖", remedy)
     return rows
+
+
+def _norm(weight: Tensor, activation_norm: Tensor, layer: str) -> Tensor:
+    """The norms beside the weight, fp32, found to fit it and finite."""
+    if tuple(activation_norm.shape) != (weight.shape[1],):
+        raise ValueError(
+            f"{layer}: activation norms of shape {tuple(activation_norm.shape)} do not fit a weight of shape "
+            f"{tuple(weight.shape)}; they were made for another model, calibrate this one."
+        )
+    norm = activation_norm.to(device=weight.device, dtype=torch.float32)
+    _check_finite(norm, layer, "its activation norms", "calibrate again with a model and text that give finite values")
+    return norm
 
 
 def check_weight(weight: Tensor, *, layer: str) -> Tensor:

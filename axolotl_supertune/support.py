@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .budget import hybrid_split
 
+SUPPORT_SCOPES = ("layer", "row")
 SPARSE_DIRECTIONS = ("bottom", "top", "hybrid", "random")
 
 # Entries of one block of rows, whose temporaries take up to 24 bytes an entry: below 200 MiB on a GPU, where smaller
@@ -76,22 +77,122 @@ def select_by_rows(
     Raises:
         ValueError: unknown direction, or s out of range.
     """
+    return _select([(shape, lambda: score_rows)], count, direction, hybrid_beta)
+
+
+def select_across(
+    layers: Sequence[tuple[Sequence[int], Callable[[], ScoreRows]]],
+    count: int,
+    direction: str,
+    *,
+    hybrid_beta: float = 0.5,
+) -> list[Tensor]:
+    """The `count` smallest and/or largest scores of several layers together; of equal ones those of the first layers.
+
+    Args:
+        layers: the shape (c, b) of each, and what makes its `score_rows`: called several times, one layer after
+            another, so that what it holds need not be there for all.
+        count: s of all layers, 0 ≤ s ≤ Σ c·b.
+        direction, hybrid_beta: as for `select_support`; the scores of all layers are one set.
+
+    Returns:
+        For every layer its sorted flat indices, maybe none, on the scores' device.
+
+    Raises:
+        ValueError: unknown direction, or s out of range.
+    """
+    chosen = _select(layers, count, direction, hybrid_beta)
+    sizes = [rows * width for (rows, width), _ in layers]
+    bounds = torch.tensor(sizes, dtype=torch.int64).cumsum(0)
+    cuts = torch.searchsorted(chosen.cpu(), bounds[:-1].to(chosen.dtype))
+    return [
+        (mine - (int(end) - size)).to(index_dtype(size))
+        for mine, end, size in zip(chosen.tensor_split(cuts), bounds, sizes, strict=True)
+    ]
+
+
+def select_each_row(
+    score_rows: ScoreRows, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = 0.5
+) -> Tensor:
+    """`select_by_rows` with the scores compared within a row, and the count spread evenly over the rows.
+
+    The first k rows have ⌊k·s/c⌋ entries together, so that every row has ⌊s/c⌋ or one more, and the longer ones lie
+    evenly apart; and of the first n entries ⌊n·k_top/s⌋ are top ones, where a hybrid has both.
+
+    Args, returns and raises: as `select_by_rows`.
+    """
     rows, width = shape
-    size = rows * width
-    _check_count(count, size)
+    _check_count(count, rows * width)
+    k_top, _ = _split(count, direction, hybrid_beta)
+    sample = score_rows(0, 0)
+    each, top = row_counts(count, rows), torch.zeros(rows, dtype=torch.int64)
+    if k_top:
+        ends = each.cumsum(0) * k_top // count
+        top = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+    each, top = each.to(sample.device), top.to(sample.device)
+    step = max(1, (_BLOCK_CPU if sample.is_cpu else _BLOCK) // width)
+    chosen = []
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        keys = _ordered_bits(score_rows(start, stop)).view(stop - start, width)
+        mask = _first_of_rows(keys.bitwise_not(), top[start:stop])
+        if k_top < count:
+            keys.masked_fill_(mask, torch.iinfo(keys.dtype).max)
+            mask |= _first_of_rows(keys, (each - top)[start:stop])
+        chosen.append((mask.view(-1).nonzero().squeeze(1) + start * width).to(index_dtype(rows * width)))
+    return torch.cat(chosen)
+
+
+def row_counts(count: int, rows: int) -> Tensor:
+    """How many of `count` entries each of `rows` rows has, (rows,) int64: ⌊(k+1)·s/c⌋ − ⌊k·s/c⌋ for row k."""
+    ends = torch.arange(rows + 1, dtype=torch.int64) * count // rows
+    return ends.diff()
+
+
+def _first_of_rows(keys: Tensor, counts: Tensor) -> Tensor:
+    """A mask of the `counts` smallest keys of every row; of equal ones the first."""
+    mask = torch.zeros_like(keys, dtype=torch.bool)
+    most = int(counts.max()) if counts.numel() else 0
+    if not most:
+        return mask
+    order = keys.sort(dim=1, stable=True).indices[:, :most]
+    taken = torch.arange(most, device=keys.device) < counts[:, None]
+    return mask.scatter_(1, order, taken)
+
+
+def _split(count: int, direction: str, hybrid_beta: float) -> tuple[int, int]:
+    """(k_top, k_bottom)."""
     if direction not in ("bottom", "top", "hybrid"):
         raise ValueError(f"sparse_direction={direction!r} is not one of {', '.join(SPARSE_DIRECTIONS)}.")
-    sample = _ordered_bits(score_rows(0, 0))
+    return {"bottom": (0, count), "top": (count, 0)}.get(direction) or hybrid_split(count, hybrid_beta)
+
+
+def _select(
+    layers: Sequence[tuple[Sequence[int], Callable[[], ScoreRows]]], count: int, direction: str, hybrid_beta: float
+) -> Tensor:
+    """Sorted indices into the layers' flattened scores, one layer after another."""
+    size = sum(rows * width for (rows, width), _ in layers)
+    _check_count(count, size)
+    k_top, k_bottom = _split(count, direction, hybrid_beta)
+    sample = _ordered_bits(layers[0][1]()(0, 0))
     if count in (0, size):
         return torch.arange(count, dtype=index_dtype(size), device=sample.device)
-    k_top, k_bottom = {"bottom": (0, count), "top": (count, 0)}.get(direction) or hybrid_split(count, hybrid_beta)
     integers = torch.iinfo(sample.dtype)
-    step = max(1, (_BLOCK_CPU if sample.is_cpu else _BLOCK) // width)
-    starts = range(0, rows, step)
+    block = _BLOCK_CPU if sample.is_cpu else _BLOCK
+    parts = [(rows, width, max(1, block // width)) for (rows, width), _ in layers]
+    starts = []
+    offset = 0
+    for rows, width, step in parts:
+        starts += [offset + start * width for start in range(0, rows, step)]
+        offset += rows * width
 
     def ascending() -> Iterator[tuple[int, Tensor]]:
-        for start in starts:
-            yield start * width, _ordered_bits(score_rows(start, min(start + step, rows)))
+        at = iter(starts)
+        for (rows, _, step), (_, make) in zip(parts, layers, strict=True):
+            score_rows = make()
+            for start in range(0, rows, step):
+                yield next(at), _ordered_bits(score_rows(start, min(start + step, rows)))
+            del score_rows  # before the next one is made
 
     def descending() -> Iterator[tuple[int, Tensor]]:
         for offset, keys in ascending():
@@ -104,7 +205,7 @@ def select_by_rows(
         return top
 
     # What the top took is out of the bottom's reach, so the two stay disjoint even where every score ties.
-    bounds = torch.tensor([start * width for start in starts[1:]], dtype=top.dtype, device=top.device)
+    bounds = torch.tensor(starts[1:], dtype=top.dtype, device=top.device)
     taken = top.tensor_split(torch.searchsorted(top, bounds).cpu())
 
     def untaken() -> Iterator[tuple[int, Tensor]]:
@@ -123,10 +224,27 @@ def random_support(size: int, count: int, *, seed: int, layer: str) -> Tensor:
         (count,) sorted flat indices on the CPU.
     """
     _check_count(count, size)
-    digest = hashlib.sha256(layer.encode()).digest()
-    generator = numpy.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
-    drawn = numpy.sort(generator.choice(size, size=count, replace=False, shuffle=False))
+    drawn = numpy.sort(_generator(seed, layer).choice(size, size=count, replace=False, shuffle=False))
     return torch.from_numpy(drawn).to(index_dtype(size))
+
+
+def random_rows_support(shape: Sequence[int], count: int, *, seed: int, layer: str) -> Tensor:
+    """`random_support` spread over the rows as `select_each_row` spreads it."""
+    rows, width = shape
+    _check_count(count, rows * width)
+    generator = _generator(seed, layer)
+    drawn = [
+        numpy.sort(generator.choice(width, size=each, replace=False, shuffle=False)) + row * width
+        for row, each in enumerate(row_counts(count, rows).tolist())
+        if each
+    ]
+    found = numpy.concatenate(drawn) if drawn else numpy.empty(0, dtype=numpy.int64)
+    return torch.from_numpy(found).to(index_dtype(rows * width))
+
+
+def _generator(seed: int, layer: str) -> numpy.random.Generator:
+    digest = hashlib.sha256(layer.encode()).digest()
+    return numpy.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
 
 
 def _ordered_bits(scores: Tensor) -> Tensor:

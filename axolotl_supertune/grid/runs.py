@@ -1,6 +1,9 @@
 """What a run of a grid leaves behind, and where: `sweep` writes it, `report` reads it and nothing else.
 
 RUNS_DIR/grid.json                    the grid, resolved: what is to be run, and with which YAML
+RUNS_DIR/prepared/                    the data sets as Axolotl tokenizes them, shared by all runs
+RUNS_DIR/calibration/                 activation norms, shared by the runs that calibrate alike
+RUNS_DIR/contamination.json           which test items the training data holds
 RUNS_DIR/base/scores.json             the model before training
 RUNS_DIR/METHOD/lr…-ep…-seed…/        one run:
     config.yml                        the YAML that `axolotl train` was given
@@ -11,9 +14,9 @@ RUNS_DIR/METHOD/lr…-ep…-seed…/        one run:
 """
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from ..files import whole_file
 
@@ -22,7 +25,8 @@ SCORES_FILE = "scores.json"
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # A loss that diverged is NaN, which JSON has no word for and pydantic would write as null.
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     def write(self, path: Path) -> None:
         with whole_file(path) as temporary:
@@ -58,9 +62,9 @@ class Run(_Record):
     started: str
     """ISO 8601, UTC."""
     seconds: float
-    """Of the whole process."""
+    """Of the whole process, the last one of a run that went on from a checkpoint."""
     train_seconds: float | None = None
-    """Axolotl's train_runtime."""
+    """Axolotl's train_runtime; None of a run that went on from a checkpoint, which took longer than that says."""
     steps: int | None = None
     trainable_parameters: int | None = None
     budget_parameters: int | None = None
@@ -82,18 +86,32 @@ class Run(_Record):
         return self.eval_losses[-1][1] if self.eval_losses else None
 
 
+_Bits = Annotated[str, StringConstraints(pattern="^[01]*$")]
+
+
 class BenchmarkScores(_Record):
     """One benchmark, item by item, in the order of its file: item i of every run is the same question."""
 
-    correct: str
+    correct: _Bits
     """A character an item: 1 or 0, by the published rule."""
-    correct_strict: str
+    correct_strict: _Bits
     """The same by the corrected rule."""
-    clean: str | None = None
+    clean: _Bits | None = None
     """1 where the training data does not hold the item; None: no contamination report was given."""
     gold_nll: list[float] = []
     """−log p of each gold target that `tasks.perplexity` scores, in nats."""
     gold_tokens: list[int] = []
+
+    @model_validator(mode="after")
+    def _one_item_each(self) -> Self:
+        items = len(self.correct)
+        if not items or len(self.correct_strict) != items or len(self.clean or self.correct) != items:
+            raise ValueError(
+                f"correct holds {items} items, and correct_strict and clean must hold as many, at least one"
+            )
+        if len(self.gold_nll) != len(self.gold_tokens):
+            raise ValueError(f"gold_nll holds {len(self.gold_nll)} targets, gold_tokens {len(self.gold_tokens)}")
+        return self
 
 
 class Scores(_Record):
@@ -105,6 +123,8 @@ class Scores(_Record):
     benchmarks: dict[str, BenchmarkScores]
     limit: float | None = None
     """Items a benchmark (below 1: a share) where not all were asked."""
+    asked: dict[str, Any] = {}
+    """What the grid's `score` says of how they were asked."""
     seconds: float
     jobs_per_gpu: int = 1
     device: str | None = None
@@ -118,10 +138,20 @@ def read_runs(runs_dir: Path) -> list[Run]:
     """All finished runs, sorted by method, learning rate, epochs and seed.
 
     Raises:
-        ValueError: a run.json is not a `Run`; names the file.
+        ValueError: a run.json is not a `Run`, or lies in another run's folder; names the file.
     """
-    runs = [_read(Run, path) for path in runs_dir.glob(f"*/*/{RUN_FILE}")]
+    runs = []
+    for path in runs_dir.glob(f"*/*/{RUN_FILE}"):
+        run = read_run(path)
+        if path.parent.relative_to(runs_dir) != run.key.folder:
+            raise ValueError(f"{path} is of the run {run.key.folder}: move its folder back to that name, or remove it.")
+        runs.append(run)
     return sorted(runs, key=lambda run: (run.key.method, run.key.learning_rate, run.key.epochs, run.key.seed))
+
+
+def read_run(path: Path) -> Run:
+    """Raises ValueError, which names the file, if it holds no `Run`."""
+    return _read(Run, path)
 
 
 def read_scores(path: Path) -> Scores:

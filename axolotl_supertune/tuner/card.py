@@ -73,6 +73,7 @@ def _block(model: Any, name: str, config: SupraConfig, lines: Mapping[str, str],
         "Trained": f"{sum(row.total for row in rows):,} parameters in {sum(row.layers for row in rows)} layers, "
         f"{sparse:,} of them single weights",
         "Calibration": _calibration(config.calibration),
+        **({"Gradient": _gradient(config)} if config.by_gradient and sparse else {}),
         **lines,
         "axolotl-supertune": sys.modules[__name__.partition(".")[0]].__version__,
     }
@@ -93,11 +94,19 @@ def _sentence(config: SupraConfig) -> str:
     if config.supra_lambda < 1 or config.sparse_density is not None:
         hybrid = f" (β = {config.hybrid_beta})" if config.sparse_direction == "hybrid" else ""
         seed = f" (seed {config.support_seed})" if config.sparse_direction == "random" else ""
-        parts.append(f"support {config.mask_score}-{config.sparse_direction}{hybrid}{seed}")
+        rows = ", spread over the rows" if config.support_scope == "row" else ""
+        parts.append(f"support {config.mask_score}-{config.sparse_direction}{hybrid}{seed}{rows}")
     return f"{_method(config)}, {', '.join(parts)}, of {_PAPER}"
 
 
 def _budget(config: SupraConfig) -> str:
+    if config.budget_scope != "layer":
+        shared = {"density": "at one density in all layers", "global": "where the scores of all layers together say"}
+        return f"{_own_budget(config)}; the whole of it {shared[config.budget_scope]}"
+    return _own_budget(config)
+
+
+def _own_budget(config: SupraConfig) -> str:
     if config.r0 is not None:
         return f"rank {config.r0}: as many parameters as a LoRA of rank {config.r0}"
     return f"density {config.sparse_density} of every adapted layer"
@@ -111,10 +120,20 @@ def _base(config: SupraConfig, model: Any) -> str:
     return f"{name}, quantized to {used[0]} by bitsandbytes" if used else name
 
 
+def _gradient(config: SupraConfig) -> str:
+    made = config.gradient
+    if made is None:
+        return "not taken yet: the low-rank part is warming up, and the support holds the place of one"
+    drawn = f" ({made['rows']} rows, seed {made['seed']})" if "rows" in made else ""
+    return f"of {made['batches']} batches{drawn}, before step {made['step'] + 1}"
+
+
 def _calibration(made: Mapping[str, Any] | None) -> str:
     if made is None:
         return "none: the scores need no activations"
     dataset = str(made.get("dataset", "?"))
+    if "training_data" in made:
+        return f"{made['samples']} training records of {made['training_data']} (seed {made.get('seed', '?')})"
     dataset = Path(dataset).name if Path(dataset).exists() else dataset
     samples, length, seed = (made.get(key, "?") for key in ("samples", "sequence_len", "seed"))
     return f"{samples} × {length} tokens of {dataset} (seed {seed})"

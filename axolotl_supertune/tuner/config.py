@@ -8,12 +8,15 @@ from typing import Any, Literal, Union
 
 from peft.config import PeftConfig
 
-from ..budget import DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
+from ..budget import BUDGET_SCOPES, DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
 from ..calibration import ActivationNorms
 from ..codec import VALUES_DTYPES
-from ..scores import MASK_SCORES
-from ..support import SPARSE_DIRECTIONS
+from ..scores import GRADIENT_SCORES, MASK_SCORES, NORM_SCORES
+from ..support import SPARSE_DIRECTIONS, SUPPORT_SCOPES
 from .register import peft_type
+
+# Of 16 records, the paper's batch, as many records as calibration has windows.
+DEFAULT_GRADIENT_BATCHES = 8
 
 
 @dataclass
@@ -27,10 +30,20 @@ class SupraConfig(PeftConfig):
         supra_lambda: λ in [0, 1], the low-rank share of the budget. 0 is Super, 1 is LoRA.
         lora_alpha: α; γ = α/r with the layer's own rank r.
         lora_dropout: dropout on the input of the low-rank part.
-        mask_score: `wanda` (needs `activation_norms`) or `magnitude`.
+        mask_score: `wanda` or `activation`, the wanda score without |W| (both need `activation_norms`), `magnitude`, or
+            of training batches `gradient` or `squared_gradient`: then `tuner.gradient.choose_supports` chooses the
+            support before it is trained.
+        gradient_batches: of the two last: how many batches; default 8.
+        low_rank_warmup_steps: of the two last: steps in which the low-rank part is trained alone, before the support is
+            chosen. Default 0.
         sparse_direction: which scores the support takes: `bottom`, `top`, `hybrid` or `random` (needs no score).
         hybrid_beta: β, share of the largest scores; only with `hybrid`, default 0.5.
         support_seed: seed of `random`.
+        support_scope: `layer` compares scores within a layer, `row` within each of its rows, over which the layer's
+            count is spread evenly.
+        budget_scope: `layer` gives each layer its own T; `density` all layers one density ρ = Σ r0(c+b) / Σ c·b, as the
+            authors' code does; `global` ranks as `layer` does, and the sparse entries of all layers together to where
+            the scores, compared across layers, say.
         activation_norms: an `ActivationNorms` or the path of a saved one; not saved with the adapter.
         support_device: where supports are chosen, with one layer's weight there at a time; every device chooses the
             same. Default where the weight lies; not saved with the adapter.
@@ -39,6 +52,8 @@ class SupraConfig(PeftConfig):
         support: `select` chooses the support now; `saved` leaves room for one that a checkpoint brings. A saved
             adapter's config says `saved`: a support is never chosen again.
         calibration: filled in: where the activation norms came from.
+        gradient: filled in: when and on what the gradient was taken; None until then.
+        sparse_counts: filled in with `budget_scope: global`: the sparse entries that each layer got.
         base_quantization: filled in: how bitsandbytes had quantized the base, as `quantization_config` takes it; None
             for a base that was not.
         values_dtype: `fp32` or `bf16`, of U, L and R in the adapter's file; trained, and loaded again, in fp32.
@@ -55,14 +70,26 @@ class SupraConfig(PeftConfig):
     supra_lambda: float = field(default=0.8, metadata={"help": "λ: low-rank share of the budget. 0 Super, 1 LoRA."})
     lora_alpha: float = field(default=16, metadata={"help": "α: the low-rank part is scaled by α/r."})
     lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the input of the low-rank part."})
-    mask_score: Literal["wanda", "magnitude"] = field(
-        default="wanda", metadata={"help": "Score that orders the weights: |W|·‖X‖ or |W|."}
+    mask_score: Literal["wanda", "activation", "magnitude", "gradient", "squared_gradient"] = field(
+        default="wanda", metadata={"help": "Score that orders the weights: |W|·‖X‖, ‖X‖, |W|, |∂L/∂W| or (∂L/∂W)²."}
+    )
+    gradient_batches: int | None = field(
+        default=None, metadata={"help": "Batches that a gradient score is taken on. Default 8."}
+    )
+    low_rank_warmup_steps: int = field(
+        default=0, metadata={"help": "Steps of the low-rank part alone, before the support is chosen by gradient."}
     )
     sparse_direction: Literal["bottom", "top", "hybrid", "random"] = field(
         default="bottom", metadata={"help": "Which scores the support takes."}
     )
     hybrid_beta: float | None = field(default=None, metadata={"help": "β: share of the largest scores, for hybrid."})
     support_seed: int = field(default=0, metadata={"help": "Seed of the random support."})
+    support_scope: Literal["layer", "row"] = field(
+        default="layer", metadata={"help": "Whether a layer's scores are compared with each other, or a row's."}
+    )
+    budget_scope: Literal["layer", "density", "global"] = field(
+        default="layer", metadata={"help": "Whether each layer has a budget, all have a density, or scores decide."}
+    )
     activation_norms: Any = field(
         default=None, repr=False, metadata={"help": "ActivationNorms, or the path of a saved one."}
     )
@@ -89,6 +116,12 @@ class SupraConfig(PeftConfig):
     )
     calibration: dict[str, Any] | None = field(
         default=None, metadata={"help": "Filled in: where the activation norms came from."}
+    )
+    gradient: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Filled in: when and on what the gradient was taken."}
+    )
+    sparse_counts: dict[str, int] | None = field(
+        default=None, metadata={"help": "Filled in with budget_scope global: sparse entries of each layer."}
     )
     base_quantization: dict[str, Any] | None = field(
         default=None, metadata={"help": "Filled in: how bitsandbytes had quantized the base."}
@@ -133,6 +166,8 @@ class SupraConfig(PeftConfig):
         for key, allowed in (
             ("mask_score", MASK_SCORES),
             ("sparse_direction", SPARSE_DIRECTIONS),
+            ("support_scope", SUPPORT_SCOPES),
+            ("budget_scope", BUDGET_SCOPES),
             ("values_dtype", VALUES_DTYPES),
         ):
             if getattr(self, key) not in allowed:
@@ -145,6 +180,8 @@ class SupraConfig(PeftConfig):
         if self.sparse_direction == "hybrid":
             self.hybrid_beta = 0.5 if self.hybrid_beta is None else self.hybrid_beta
             check_beta(self.hybrid_beta)
+        self._check_gradient()
+        self._check_scopes()
         if not (isinstance(self.lora_dropout, (int, float)) and 0 <= self.lora_dropout < 1):
             raise ValueError(f"lora_dropout={self.lora_dropout!r} is not in [0, 1).")
         if not (isinstance(self.lora_alpha, (int, float)) and math.isfinite(self.lora_alpha)):
@@ -154,10 +191,66 @@ class SupraConfig(PeftConfig):
         if self.support not in ("select", "saved"):
             raise ValueError(f"support={self.support!r} is not one of select, saved.")
 
+    def _check_gradient(self) -> None:
+        for key, least in (("gradient_batches", 1), ("low_rank_warmup_steps", 0)):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{key}={value!r} is not an integer ≥ {least}.")
+            if value and not self.by_gradient:
+                raise ValueError(
+                    f"{key}={value} has no effect with mask_score: {self.mask_score}, sparse_direction: "
+                    f"{self.sparse_direction}: no gradient is taken; drop it."
+                )
+        if self.by_gradient and self.gradient_batches is None:
+            self.gradient_batches = DEFAULT_GRADIENT_BATCHES
+        if self.low_rank_warmup_steps and self.supra_lambda == 0:
+            raise ValueError(
+                f"low_rank_warmup_steps={self.low_rank_warmup_steps} needs a low-rank part to train: set supra_lambda "
+                f"above {self.supra_lambda}, or drop it."
+            )
+
+    def _check_scopes(self) -> None:
+        if self.budget_scope == "density" and self.sparse_density is not None:
+            raise ValueError(
+                f"budget_scope='density' has no effect with sparse_density={self.sparse_density}, which is one density "
+                "for all layers already: drop one of them."
+            )
+        if self.budget_scope != "global":
+            return
+        beside = {
+            f"sparse_direction={self.sparse_direction!r}": self.sparse_direction == "random" and "compares no scores",
+            f"mask_score={self.mask_score!r}": self.by_gradient
+            and "would need the dense gradients of all layers at once",
+            f"support_scope={self.support_scope!r}": self.support_scope == "row" and "compares scores within a row",
+            f"supra_lambda={self.supra_lambda}": self.supra_lambda == 1
+            and self.sparse_density is None
+            and "has no sparse part to share out",
+        }
+        for key, reason in beside.items():
+            if reason:
+                raise ValueError(f"budget_scope='global' does not go with {key}, which {reason}: change one of them.")
+
+    @property
+    def compares_layers(self) -> bool:
+        """Whether the scores of all layers are one set."""
+        return self.budget_scope == "global" and self.combination is None
+
+    @property
+    def by_gradient(self) -> bool:
+        """Whether the support is chosen by training batches."""
+        return self.mask_score in GRADIENT_SCORES and self.sparse_direction != "random"
+
+    @property
+    def awaits_gradient(self) -> bool:
+        """Whether the support is still to be chosen by training batches; what is there holds its place."""
+        return self.by_gradient and self.gradient is None and self.combination is None
+
     @property
     def needs_norms(self) -> bool:
         """Whether choosing the support needs activation norms (where any layer has a sparse part)."""
-        return self.support == "select" and self.mask_score == "wanda" and self.sparse_direction != "random"
+        return self.support == "select" and self.mask_score in NORM_SCORES and self.sparse_direction != "random"
 
     def loaded_norms(self) -> ActivationNorms | None:
         """The activation norms, read from their file if a path was given."""
@@ -171,14 +264,15 @@ class SupraConfig(PeftConfig):
         return self.activation_norms
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but those that are no part of an adapter (`activation_norms`, `support_device`), and but a
-        `combination` that is none."""
+        """All fields but those that are no part of an adapter (`activation_norms`, `support_device`), and but
+        what there is none of."""
         plain = copy.copy(self)
         plain.activation_norms = plain.support_device = None
         fields = super(SupraConfig, plain).to_dict()
         del fields["activation_norms"], fields["support_device"]
-        if self.combination is None:
-            del fields["combination"]
+        for key in ("combination", "gradient", "gradient_batches", "sparse_counts"):
+            if fields[key] is None:
+                del fields[key]
         return fields
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:

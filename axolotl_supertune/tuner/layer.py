@@ -89,6 +89,7 @@ class SupraLayer(BaseTunerLayer):
         support: Tensor | None,
         *,
         awaits_checkpoint: bool = False,
+        awaits_gradient: bool = False,
         lora_alpha: float,
         lora_dropout: float,
         init_weights: bool = True,
@@ -100,6 +101,7 @@ class SupraLayer(BaseTunerLayer):
             budget: of this layer.
             support: (s,) sorted flat indices, or None if it cannot be chosen here.
             awaits_checkpoint: a checkpoint will bring all tensors; until then the adapter is refused.
+            awaits_gradient: `support` holds the place of one that is still to be chosen; until then the same.
             lora_alpha, lora_dropout: α and the dropout of the low-rank part.
             init_weights: U and L start at zero; False draws them, so that tests see a delta.
             inference_mode: the adapter is not to be trained.
@@ -107,7 +109,7 @@ class SupraLayer(BaseTunerLayer):
         count, rank = budget.sparse_count, budget.rank
         self.supra_budget[adapter_name] = budget
         self.supra_shape[adapter_name] = torch.tensor([self.out_features, self.in_features], dtype=torch.int32)
-        if awaits_checkpoint or (count and support is None):
+        if awaits_checkpoint or (count and (awaits_gradient or support is None)):
             self.supra_unloaded[adapter_name] = True
         if count:
             if support is None:
@@ -403,7 +405,8 @@ class SupraLayer(BaseTunerLayer):
         if missing:
             raise RuntimeError(
                 f"{self.supra_layer}: adapter {missing[0]!r} is not loaded: no checkpoint has brought its tensors. "
-                "Load it (PeftModel.from_pretrained), or make a new one, on real weights, with support='select'."
+                "Load it (PeftModel.from_pretrained), or make a new one, on real weights, with support='select'; where "
+                "its support is chosen by gradient, call tuner.gradient.choose_supports first."
             )
 
     def check_checkpoint(self, state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:

@@ -5,21 +5,19 @@ import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import torch
 from peft.tuners.tuners_utils import (
     BaseTuner,
     BaseTunerLayer,
     _maybe_include_all_linear_layers,
     check_target_module_exists,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from .. import quantized
-from ..budget import BudgetRow, LayerBudget, budget_rows, layer_budget
-from ..scores import check_weight, score_rows
-from ..support import random_support, select_by_rows
+from ..budget import BudgetRow, LayerBudget, budget_rows
 from .base import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization
 from .checkpoint import is_packed, unpack_whole
+from .choice import budgets_of, supports_of
 from .combine import COMBINATION_TYPES, Combined, combine
 from .config import SupraConfig
 from .layer import SupraLayer, SupraLinear
@@ -65,7 +63,7 @@ class SupraModel(BaseTuner):
                 raise ValueError(
                     f"{module.supra_layer}: an adapter is merged here, unmerge it before another one is added."
                 )
-        budgets = {name: _budget(layer, peft_config, name) for name, layer in layers.items()}
+        budgets = budgets_of(layers, peft_config)
         selecting = [
             name for name, budget in budgets.items() if budget.sparse_count and not layers[name].weight.is_meta
         ]
@@ -73,17 +71,14 @@ class SupraModel(BaseTuner):
             norms = peft_config.loaded_norms()
             if norms is None:
                 raise ValueError(
-                    "mask_score='wanda' needs activation norms: pass SupraConfig(activation_norms=calibrate(model, "
-                    "batches)) or a saved file, or use mask_score='magnitude'."
+                    f"mask_score={peft_config.mask_score!r} needs activation norms: pass SupraConfig(activation_norms="
+                    "calibrate(model, batches)) or a saved file, or use mask_score='magnitude'."
                 )
             norms.check_model(model)
             peft_config.calibration = dict(norms.provenance)
-        # One dequantized weight at a time.
         self._weight_dtype = loaded_dtype(model)
-        self._supports = {
-            name: _support(_weight(layers[name], self._weight_dtype), budget, peft_config, name)
-            for name, budget in budgets.items()
-        }
+        self._supports = supports_of(layers, budgets, peft_config, self._weight_dtype)
+        self._budgets = budgets
 
     def inject_adapter(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Put the adapter in, as PEFT does, and let layers of one input compute together."""
@@ -291,15 +286,14 @@ class SupraModel(BaseTuner):
                 if is_quantized
                 else SupraLinear(target, current_key)
             )
-        base = layer.get_base_layer()
-        budget = _budget(base, peft_config, current_key)
         if layer is not target:
             layer._active_adapter = adapter_name
         layer.update_layer(
             adapter_name,
-            budget,
+            self._budgets.pop(current_key),
             self._supports.pop(current_key),
             awaits_checkpoint=peft_config.support == "saved",
+            awaits_gradient=peft_config.support == "select" and peft_config.awaits_gradient,
             lora_alpha=peft_config.lora_alpha,
             lora_dropout=peft_config.lora_dropout,
             init_weights=peft_config.init_weights,
@@ -333,7 +327,7 @@ def _none_matched(model: nn.Module, config: SupraConfig) -> str:
 
 def layer_budgets(model: nn.Module, config: SupraConfig) -> dict[str, LayerBudget]:
     """The budget of every layer that `config` adapts; shapes are enough, weights may be on the meta device."""
-    return {name: _budget(layer, config, name) for name, layer in target_layers(model, config).items()}
+    return budgets_of(target_layers(model, config), config)
 
 
 def budget_table(model: nn.Module, adapter_name: str = "default") -> list[BudgetRow]:
@@ -392,6 +386,7 @@ def _combined_config(
     config.target_modules, config.exclude_modules = set(combined), None
     config.layers_to_transform = config.layers_pattern = None
     config.support, config.activation_norms, config.calibration = "saved", None, None
+    config.sparse_counts = None
     config.lora_alpha = max((layer.rank for layer in combined.values()), default=0) or first.lora_alpha
     config.combination = {
         "type": combination_type,
@@ -399,52 +394,6 @@ def _combined_config(
         "layers": {name: [layer.rank, layer.sparse_count] for name, layer in combined.items()},
     }
     return config
-
-
-def _budget(base: Any, config: SupraConfig, name: str) -> LayerBudget:
-    if config.combination is not None:
-        sizes = config.combination["layers"].get(name)
-        if sizes is None:
-            raise ValueError(
-                f"{name}: the combined adapter has nothing for this layer: load it on the base model it was made on."
-            )
-        rank, count = sizes
-        total = count + rank * (base.out_features + base.in_features)
-        return LayerBudget(base.out_features, base.in_features, total, rank, count)
-    return layer_budget(
-        base.out_features,
-        base.in_features,
-        supra_lambda=config.supra_lambda,
-        r0=config.r0,
-        sparse_density=config.sparse_density,
-        layer=name,
-    )
-
-
-def _support(weight: Tensor, budget: LayerBudget, config: SupraConfig, name: str) -> Tensor | None:
-    """The support of one layer, beside its weight, or None where a checkpoint is to bring it."""
-    if config.support == "saved" or weight.is_meta:
-        return None
-    home = weight.device
-    weight = weight.detach().to(home if config.support_device is None else config.support_device)
-    if not budget.sparse_count:
-        check_weight(weight, layer=name)
-        return None
-    if config.sparse_direction == "random":
-        check_weight(weight, layer=name)
-        return random_support(weight.numel(), budget.sparse_count, seed=config.support_seed, layer=name)
-    norms = config.loaded_norms() if config.needs_norms else None
-    scores = score_rows(weight, None if norms is None else norms[name], layer=name)
-    beta = 0.5 if config.hybrid_beta is None else config.hybrid_beta
-    chosen = select_by_rows(scores, weight.shape, budget.sparse_count, config.sparse_direction, hybrid_beta=beta)
-    return chosen.to(home)
-
-
-def _weight(layer: Any, otherwise: torch.dtype) -> Tensor:
-    """What the scores are computed from: the weight, dequantized where it is quantized."""
-    if quantized.bits(layer) is None or layer.weight.is_meta:
-        return layer.weight
-    return quantized.dequantized(layer, quantized.weight_dtype(layer, otherwise))
 
 
 def _check_supported(module: nn.Module, name: str) -> None:

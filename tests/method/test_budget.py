@@ -9,7 +9,7 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl_supertune import SupraConfig, budget_table
-from axolotl_supertune.budget import BudgetError, exact_fraction, hybrid_split, layer_budget
+from axolotl_supertune.budget import BudgetError, density_budgets, exact_fraction, hybrid_split, layer_budget
 
 LAMBDAS = [0, 0.3, 0.5, 0.8, 1]
 
@@ -192,3 +192,28 @@ def test_llama_totals_match_the_paper(shape, total, supra_lambda):
     }
     assert {row.layers for row in table} == {shape["num_hidden_layers"]}
     assert {row.budget.rank for row in table} == {floor(supra_lambda * 8)}
+
+
+def test_one_density_for_all_layers_is_the_authors():
+    """Llama-3.2-1B, r0 = 8: k and v get 6,074 entries where their own budget is 20,480 (the authors round up)."""
+    block = {"q": (2048, 2048), "k": (512, 2048), "v": (512, 2048), "o": (2048, 2048)}
+    block |= {"gate": (8192, 2048), "up": (8192, 2048), "down": (2048, 8192)}
+    shapes = {f"{at}.{name}": shape for at in range(16) for name, shape in block.items()}
+    budgets = density_budgets(shapes, supra_lambda=0.0, r0=8)
+    assert budgets["0.k"].total in (6073, 6074)
+    asked = 8 * sum(c + b for c, b in shapes.values())
+    found = sum(each.total for each in budgets.values())
+    assert asked - len(shapes) < found <= asked
+    size = sum(c * b for c, b in shapes.values())
+    for name, (c, b) in shapes.items():
+        assert budgets[name].total == asked * c * b // size
+    mixed = density_budgets(shapes, supra_lambda=0.5, r0=8)["0.down"]
+    assert mixed.rank == budgets["0.down"].total // 2 // (8192 + 2048)
+    assert mixed.total == mixed.sparse_count + mixed.low_rank_count == budgets["0.down"].total
+
+
+def test_a_density_that_cannot_be_is_told():
+    with pytest.raises(BudgetError, match=r"a: budget_scope: density with r0=9 .* gives this 8×8 layer T = 144"):
+        density_budgets({"a": (8, 8)}, supra_lambda=0.0, r0=9)
+    with pytest.raises(BudgetError, match=r"b: .* gives this 1×1 layer T = 0"):
+        density_budgets({"a": (64, 64), "b": (1, 1)}, supra_lambda=0.0, r0=1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from axolotl_supertune import calibration_windows
+from axolotl_supertune.corpus import batches_of, training_windows
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "calibration" / "wikitext2_valid.txt"
 SUFFIXES = [".jsonl", ".json", ".json.gz", ".jsonl.gz", ".parquet"]
@@ -214,3 +215,24 @@ def test_the_default_streams_the_first_shard_of_c4(monkeypatch):
         "streaming": True,
         "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"},
     }
+
+
+def test_training_records_are_windows_of_their_own():
+    records = [[at] * (1 + at % 7) for at in range(1, 30)]
+    drawn = training_windows(records, samples=9, sequence_len=5, seed=3)
+    ids, mask = drawn["input_ids"], drawn["attention_mask"]
+    assert ids.shape == mask.shape == (9, 5)
+    kept = [ids[row][mask[row].bool()].tolist() for row in range(9)]
+    assert all(each == records[each[0] - 1][:5] for each in kept)
+    assert len({each[0] for each in kept}) == 9
+    assert not ids[mask == 0].any()
+    same, other = (training_windows(records, samples=9, sequence_len=5, seed=seed)["input_ids"] for seed in (3, 4))
+    assert torch.equal(same, ids)
+    assert not torch.equal(other, ids)
+    batches = batches_of(drawn, 4)
+    assert [len(each["input_ids"]) for each in batches] == [4, 4, 1]
+    for batch in batches:
+        assert batch["attention_mask"][:, -1].any()
+    assert sum(int(each["attention_mask"].sum()) for each in batches) == int(mask.sum())
+    with pytest.raises(ValueError, match="calibration_samples: 30 records were asked for, and the training set has 29"):
+        training_windows(records, samples=30, sequence_len=5)

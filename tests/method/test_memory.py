@@ -15,7 +15,19 @@ from axolotl_supertune import SupraConfig, budget_table
 from axolotl_supertune.bench.job import model_config
 from axolotl_supertune.budget import budget_rows, layer_budget
 from axolotl_supertune.calibration import default_layers
-from axolotl_supertune.memory import GIB, OPTIMIZERS, Calibration, Engine, Step, activation_bytes, base_bytes, estimate
+from axolotl_supertune.gradients import DENSE_BYTES
+from axolotl_supertune.memory import (
+    DENSE_GRADIENTS,
+    GIB,
+    OPTIMIZERS,
+    Calibration,
+    Engine,
+    GradientPass,
+    Step,
+    activation_bytes,
+    base_bytes,
+    estimate,
+)
 from axolotl_supertune.ops.transient import BlockGradient
 from axolotl_supertune.plan import CHECKED, shape_of
 from axolotl_supertune.tuner import SupraLayer
@@ -296,3 +308,26 @@ def test_layers_that_are_not_adapted_keep_no_input(llama_8b):
     assert kept("q_proj", "gate_proj") - kept("q_proj") == every * shape.hidden
     assert kept("q_proj", "k_proj", "v_proj") == kept("v_proj")
     assert kept("o_proj", "down_proj") - kept("o_proj") == every * shape.intermediate
+
+
+def test_a_choice_by_gradient_holds_a_group_of_dense_sums(llama_8b):
+    shape, sizes = llama_8b
+    step = Step(16, 256)
+    rows = rows_of(sizes, 0.5)
+    moment = "choice of the support by gradient"
+    plain, one, two = (
+        estimate(shape, rows, step, gradient=each) for each in (None, GradientPass(), GradientPass(squared=True))
+    )
+    assert moment not in plain.moments
+    assert DENSE_GRADIENTS == DENSE_BYTES
+    for found in (one, two):
+        assert found.moment == moment
+        assert found.parts["dense gradients"] == DENSE_BYTES
+        assert found.training > plain.training
+    # Of a small model all gradients fit at once, squares in twice as much.
+    few = rows_of({"q_proj": (64, 32)}, 0.5)
+    dense = [
+        estimate(dataclasses.replace(shape, vocabulary=1), few, Step(1, 1), gradient=GradientPass(squared))
+        for squared in (False, True)
+    ]
+    assert [each.parts["dense gradients"] for each in dense] == [64 * 32 * 4, 64 * 32 * 8]

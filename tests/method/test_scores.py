@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from axolotl_supertune.scores import check_weight, magnitude_score, score_rows, wanda_score
+from axolotl_supertune.scores import (
+    activation_rows,
+    activation_score,
+    check_weight,
+    magnitude_score,
+    score_rows,
+    wanda_score,
+)
 
 # The worked example of the paper's appendix: W (3, 2), X (2 features, 2 tokens).
 W = torch.tensor([[3.0, -2.0], [-2.0, 4.0], [1.0, -6.0]])
@@ -90,3 +97,18 @@ def test_a_product_that_overflows_is_refused_and_one_that_could_is_not():
 def test_the_largest_weight_is_what_the_check_returns():
     assert check_weight(W, layer="layer").item() == 6
     assert check_weight(torch.empty(0, 4), layer="layer").item() == 0
+
+
+def test_the_activation_score_is_wandas_without_the_weight():
+    draw = torch.Generator().manual_seed(2)
+    weight, x = torch.randn(6, 5, generator=draw), torch.randn(40, 5, generator=draw)
+    norm = x.double().square().sum(0).sqrt()
+    score = activation_score(weight, norm.float())
+    torch.testing.assert_close(score.double(), norm.expand(6, 5), rtol=1e-6, atol=0)
+    torch.testing.assert_close(score * weight.abs(), wanda_score(weight, norm.float()))
+    assert torch.equal(activation_rows(weight, norm.float())(2, 5), score[2:5])
+    for bad, message in ((norm[:4], "do not fit"), (norm * float("nan"), "its activation norms hold 5 NaN")):
+        with pytest.raises(ValueError, match=message):
+            activation_score(weight, bad.float(), layer="q")
+    with pytest.raises(ValueError, match="q: its weight hold"):
+        activation_score(weight * float("inf"), norm.float(), layer="q")

@@ -1,3 +1,4 @@
+import weakref
 from itertools import product
 
 import numpy
@@ -7,9 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import axolotl_supertune.support
+from axolotl_supertune import support
 from axolotl_supertune.budget import hybrid_split
 from axolotl_supertune.scores import magnitude_score, score_rows, wanda_score
-from axolotl_supertune.support import index_dtype, random_support, select_by_rows, select_support
+from axolotl_supertune.support import (
+    index_dtype,
+    random_rows_support,
+    random_support,
+    row_counts,
+    select_across,
+    select_by_rows,
+    select_each_row,
+    select_support,
+)
 
 # The worked example of the paper's appendix: its scores are [[15, 2], [10, 4], [5, 6]].
 W = torch.tensor([[3.0, -2.0], [-2.0, 4.0], [1.0, -6.0]])
@@ -304,3 +315,91 @@ def test_random_support_reaches_every_index_about_equally_often():
 @pytest.mark.parametrize("count", [0, 20])
 def test_random_support_empty_and_full(count):
     assert random_support(20, count, seed=0, layer="layer").tolist() == list(range(count))
+
+
+def plain_rows(scores, count, direction, beta):
+    """Each row by itself, on lists: (score, column) orders ties by the first column."""
+    rows, width = scores.shape
+    k_top = hybrid_split(count, beta)[0] if direction == "hybrid" else count * (direction == "top")
+    chosen = []
+    for row in range(rows):
+        start, stop = row * count // rows, (row + 1) * count // rows
+        tops = stop * k_top // count - start * k_top // count if count else 0
+        values = scores[row].tolist()
+        top = sorted(range(width), key=lambda at: (-values[at], at))[:tops]
+        left = [at for at in sorted(range(width), key=lambda at: (values[at], at)) if at not in top]
+        chosen += [row * width + at for at in top + left[: stop - start - tops]]
+    return sorted(chosen)
+
+
+@pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
+@pytest.mark.parametrize(
+    ("rows", "width", "count"), [(1, 1, 1), (7, 5, 0), (7, 5, 3), (7, 5, 17), (7, 5, 35), (64, 33, 500)]
+)
+def test_each_row_has_its_share_of_the_support(direction, rows, width, count):
+    draw = torch.Generator().manual_seed(count)
+    scores = torch.randint(0, 9, (rows, width), generator=draw).float()  # most of them tie
+    found = select_each_row(lambda start, stop: scores[start:stop], scores.shape, count, direction, hybrid_beta=0.3)
+    assert found.tolist() == plain_rows(scores, count, direction, 0.3)
+    assert found.dtype == torch.int32
+    here = found.div(width, rounding_mode="floor").bincount(minlength=rows)
+    assert torch.equal(here, row_counts(count, rows))
+    assert int(here.max() - here.min()) <= 1
+
+
+def test_rows_are_chosen_a_block_at_a_time_as_all_at_once(monkeypatch):
+    scores = torch.rand(50, 21, generator=torch.Generator().manual_seed(0))
+    rows = lambda start, stop: scores[start:stop]  # noqa: E731
+    whole = [select_each_row(rows, scores.shape, 333, each) for each in ("top", "bottom", "hybrid")]
+    monkeypatch.setattr(support, "_BLOCK_CPU", 50)
+    for direction, expected in zip(("top", "bottom", "hybrid"), whole, strict=True):
+        assert torch.equal(select_each_row(rows, scores.shape, 333, direction), expected)
+
+
+def test_a_random_support_can_be_spread_over_the_rows():
+    found = random_rows_support((9, 40), 77, seed=1, layer="q")
+    assert torch.equal(found, found.unique())
+    assert torch.equal(found.div(40, rounding_mode="floor").bincount(minlength=9), row_counts(77, 9))
+    assert torch.equal(found, random_rows_support((9, 40), 77, seed=1, layer="q"))
+    assert not torch.equal(found, random_rows_support((9, 40), 77, seed=2, layer="q"))
+    assert not len(random_rows_support((9, 40), 0, seed=2, layer="q"))
+
+
+@pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
+@pytest.mark.parametrize("count", [0, 1, 40, 179, 244])
+@pytest.mark.parametrize("block", [13, 2**20])
+def test_scores_are_compared_across_layers(direction, count, block, monkeypatch):
+    monkeypatch.setattr(support, "_BLOCK_CPU", block)
+    draw = torch.Generator().manual_seed(5)
+    shapes = [(5, 8), (6, 30), (4, 6)]
+    tables = [torch.randint(0, 50, shape, generator=draw).float() * (at + 1) for at, shape in enumerate(shapes)]
+    made = []
+
+    def layer(table):
+        return lambda: made.append(table) or (lambda start, stop: table[start:stop])
+
+    found = select_across([(each.shape, layer(each)) for each in tables], count, direction, hybrid_beta=0.3)
+    joined = select_support(torch.cat([each.flatten() for each in tables]), count, direction, hybrid_beta=0.3)
+    offsets = [0, 40, 220]
+    assert (
+        torch.cat([each.long() + offset for each, offset in zip(found, offsets, strict=True)]).tolist()
+        == joined.tolist()
+    )
+    assert {each.dtype for each in found} == {torch.int32}
+
+
+def test_across_layers_one_is_made_at_a_time():
+    alive = []
+
+    def layer(seed):
+        def make():
+            table = torch.rand(20, 30, generator=torch.Generator().manual_seed(seed))
+            alive.append(weakref.ref(table))
+            rows = lambda start, stop: table[start:stop]  # noqa: E731
+            assert sum(each() is not None for each in alive) == 1
+            return rows
+
+        return make
+
+    found = select_across([((20, 30), layer(seed)) for seed in range(3)], 100, "hybrid")
+    assert sum(len(each) for each in found) == 100

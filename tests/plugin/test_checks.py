@@ -291,6 +291,8 @@ def test_defaults_are_the_documented_ones():
         "supra_lambda": 0.8,
         "mask_score": "wanda",
         "sparse_direction": "bottom",
+        "support_scope": "layer",
+        "budget_scope": "layer",
         "lora_r": 8,
         "lora_alpha": 16,
         "lora_dropout": 0.05,
@@ -405,6 +407,8 @@ def test_every_key_reaches_the_config(settings, load):
         "mask_score": "wanda",
         "sparse_direction": "hybrid",
         "hybrid_beta": 0.3,
+        "support_scope": "row",
+        "budget_scope": "density",
         "sparse_lr": 0.01,
         "support_seed": 3,
         "values_dtype": "bf16",
@@ -415,9 +419,13 @@ def test_every_key_reaches_the_config(settings, load):
         "calibration_seed": 4,
         "calibration_batch_size": 2,
     }
-    cfg = load(settings(**values))
-    assert {key: cfg[key] for key in values} == values
-    assert set(values) | {"sparse_density", "calibration_dataset", "calibration_path"} == set(OWN_KEYS)
+    by_gradient = {"mask_score": "gradient", "gradient_batches": 3, "low_rank_warmup_steps": 2}
+    for each in (by_gradient, values):
+        cfg = load(settings(**each))
+        assert {key: cfg[key] for key in each} == each
+    assert set(values) | set(by_gradient) | {"sparse_density", "calibration_dataset", "calibration_path"} == set(
+        OWN_KEYS
+    )
     assert cfg.merge_method == "legacy"
 
 

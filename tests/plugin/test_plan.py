@@ -299,3 +299,45 @@ def test_the_config_is_left_as_it_is(settings):
 def test_help_waits_for_no_torch():
     code = "import sys, axolotl_supertune.plan; sys.exit(bool({'torch', 'axolotl', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_choice_by_gradient_is_planned(large):
+    rosa = {"mask_score": "squared_gradient", "sparse_direction": "top", "low_rank_warmup_steps": 5}
+    made = plan.make(large(LLAMA_70B, **rosa))
+    moment = "choice of the support by gradient"
+    assert made.job.calibration is None
+    assert moment in made.estimate.moments
+    method = made.as_json()["method"]
+    assert {key: method[key] for key in rosa} == rosa
+    assert method["gradient_batches"] == 8
+    assert made.as_json()["memory"]["gradient"] == {"squared": True}
+    # Of RandK and of plain LoRA there is no gradient to take.
+    for changes in ({"sparse_direction": "random"}, {"supra_lambda": 1.0}):
+        other = plan.make(large(LLAMA_70B, **{"mask_score": "gradient", "sparse_direction": "top", **changes}))
+        assert moment not in other.estimate.moments
+    assert not made.refusals
+    refused = plan.make(large(LLAMA_70B, **{**rosa, "fp16": True, "bf16": None}))
+    assert any(
+        each.startswith("fp16: True does not work with mask_score: squared_gradient") for each in refused.refusals
+    )
+
+
+def test_budgets_over_all_layers_are_planned(large):
+    budgets = {
+        scope: plan.make(large(LLAMA_70B, adapter="super", budget_scope=scope)) for scope in ("layer", "density")
+    }
+    totals = {scope: made.as_json()["total"]["parameters"] for scope, made in budgets.items()}
+    assert 0 <= totals["layer"] - totals["density"] < 560
+    densities = {layer["density"] for layer in budgets["density"].as_json()["layers"]}
+    assert max(densities) - min(densities) < 1e-6
+    together = plan.make(large(LLAMA_70B, adapter="super", budget_scope="global"))
+    assert together.as_json()["total"]["parameters"] == totals["layer"]
+    assert any("budget_scope: global moves them between layers" in note for note in together.notes)
+
+
+def test_a_calibration_on_the_training_set_is_planned(large):
+    none = {"calibration_sequence_len": None, "calibration_samples": None}
+    text = plan.make(large(LLAMA_70B, **none))
+    records = plan.make(large(LLAMA_70B, **none, calibration_dataset="training_set"))
+    assert text.job.calibration.length == 2048
+    assert records.job.calibration.length == 256  # sequence_len: no record is longer

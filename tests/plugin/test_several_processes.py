@@ -164,6 +164,24 @@ def test_fsdp2_trains_as_one_process_and_resumes(even_settings, train, launch):
         assert_equal_runs(one, two)
 
 
+def test_two_processes_choose_by_the_gradient_that_one_has(even_settings, train, launch):
+    """RoSA: U is held while the low-rank part warms up, then all choose from the sum of their gradients."""
+    rosa = {"mask_score": "squared_gradient", "sparse_direction": "top", "supra_lambda": 0.5}
+    rosa |= {"gradient_batches": 2, "low_rank_warmup_steps": 2}
+    one, two = even_settings(1, "one", **rosa), even_settings(2, "two", **rosa)
+    train(one)
+    status, output = launch(two)
+    assert status == 0, output
+    torch.testing.assert_close(losses_in(one), losses_in(two), rtol=1e-4, atol=0)
+    here, there = (read_adapter(each["output_dir"]) for each in (one, two))
+    for name in here:
+        if name.endswith("indices"):
+            same = len(set(here[name].tolist()) & set(there[name].tolist()))
+            assert same >= 0.99 * len(here[name]), name  # sums of another order may swap neighbours at the threshold
+    configs = [PeftConfig.from_pretrained(each["output_dir"]) for each in (one, two)]
+    assert configs[0].gradient == configs[1].gradient == {"batches": 2, "step": 2, "rows": 4, "seed": 0}
+
+
 # Accelerate takes CPUs for no place for DeepSpeed, and transformers for none for bf16; and what DeepSpeed gathers into
 # requires a gradient, which gloo's own gathering into one tensor cannot write to. The operator that is left out is
 # compiled first, for a minute.

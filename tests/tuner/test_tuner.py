@@ -17,8 +17,7 @@ from axolotl_supertune import SupraConfig, budget_table, calibrate
 from axolotl_supertune.budget import BudgetError
 from axolotl_supertune.scores import wanda_score
 from axolotl_supertune.support import random_support, select_support
-from axolotl_supertune.tuner import SupraLayer, SupraLinear, read_adapter
-from axolotl_supertune.tuner import model as tuner_model
+from axolotl_supertune.tuner import SupraLayer, SupraLinear, choice, read_adapter
 from axolotl_supertune.tuner.model import layer_budgets, target_layers
 
 LAMBDAS = [0, 0.3, 0.5, 0.8, 1]
@@ -150,7 +149,7 @@ def test_random_support_does_not_depend_on_the_other_target_layers(tiny_llama):
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("meta")])
 def test_supports_are_chosen_on_the_device_asked_for_one_layer_there_at_a_time(llama, norms, monkeypatch, device):
     seen, there = [], []
-    score = tuner_model.score_rows
+    score = choice.score_rows
 
     def score_rows(weight, activation_norm, *, layer):
         assert not any(each() is not None for each in there), "the layer before is still there"
@@ -160,7 +159,7 @@ def test_supports_are_chosen_on_the_device_asked_for_one_layer_there_at_a_time(l
         real = llama.get_submodule(layer).weight  # of a meta tensor nothing can be read
         return score(real if weight.is_meta else weight, activation_norm, layer=layer)
 
-    monkeypatch.setattr(tuner_model, "score_rows", score_rows)
+    monkeypatch.setattr(choice, "score_rows", score_rows)
     expected = supports(get_peft_model(copy.deepcopy(llama), config(mask_score="wanda", activation_norms=norms)))
     seen.clear()
     asked = config(mask_score="wanda", activation_norms=norms, support_device=device)
@@ -375,7 +374,7 @@ def test_support_is_loaded_never_chosen_again(tiny_llama, norms, tmp_path, monke
         raise AssertionError("a support was chosen at load")
 
     for chooser in ("select_by_rows", "random_support", "score_rows"):
-        monkeypatch.setattr(f"axolotl_supertune.tuner.model.{chooser}", refuse)
+        monkeypatch.setattr(f"axolotl_supertune.tuner.choice.{chooser}", refuse)
     loaded = PeftModel.from_pretrained(tiny_llama(seed=0), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
     assert_same(supports(loaded), supports(model))
     assert {indices.dtype for indices in supports(loaded).values()} == {torch.int32}
@@ -779,7 +778,7 @@ def test_mixed_adapters_in_one_batch_are_refused(llama, ids):
         ({"sparse_density": 0}, "sparse_density=0 "),
         ({"sparse_density": 1.2}, r"sparse_density=1\.2"),
         ({"sparse_density": 0.1, "r0": 8}, r"two budgets, r0=8 and sparse_density=0\.1"),
-        ({"mask_score": "gradient"}, "mask_score='gradient' is not one of wanda, magnitude"),
+        ({"mask_score": "hessian"}, "mask_score='hessian' is not one of wanda, magnitude"),
         ({"sparse_direction": "up"}, "sparse_direction='up' is not one of bottom, top, hybrid, random"),
         ({"hybrid_beta": 0.3}, r"hybrid_beta=0\.3 has no effect with sparse_direction: bottom"),
         ({"sparse_direction": "hybrid", "hybrid_beta": 1.3}, r"hybrid_beta=1\.3 is not in \[0, 1\]"),

@@ -1,0 +1,457 @@
+"""What the runs of a grid show: rates, results, differences to the reference, and everything that is missing."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from ..tasks.benchmarks import BENCHMARKS, find_benchmark
+from .choice import Choice, Trial, choose_rates
+from .runs import SCORES_FILE, BenchmarkScores, Run, Scores, read_runs, read_scores
+from .statistics import (
+    CONFIDENCE,
+    NO_DIFFERENCE,
+    RESAMPLES,
+    Array,
+    Interval,
+    Spread,
+    Stratum,
+    holm,
+    paired_bootstrap,
+    spread,
+)
+
+# A trained count that is further from its budget is pointed out.
+BUDGET_TOLERANCE = 0.005
+# Below it a percentile interval is too narrow to be believed.
+FEW_ITEMS = 30
+_EDGES = {
+    "lowest": "At the lowest rate that was tried, so that a better one may lie below",
+    "highest": "At the highest rate that was tried, so that a better one may lie above",
+    "only": "Only one rate was tried, so that none was chosen",
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is compared with the reference.
+
+    combine: how benchmarks make one number, as `paired_bootstrap` has it.
+    unit: what its numbers are multiplied by to be shown.
+    """
+
+    name: str
+    title: str
+    higher_is_better: bool
+    combine: Literal["mean", "pooled"]
+    unit: float = 1.0
+
+
+METRICS = (
+    Metric("accuracy", "mean accuracy, all items (points)", True, "mean", 100),
+    Metric("accuracy_clean", "mean accuracy, clean items (points)", True, "mean", 100),
+    Metric("gold_nll", "gold targets' NLL (nats a token)", False, "pooled"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A method at its chosen rate: its finished runs, by seed, and the scores of those that have some."""
+
+    choice: Choice
+    runs: dict[int, Run]
+    scores: dict[int, Scores]
+
+    @property
+    def method(self) -> str:
+        return self.choice.method
+
+    @property
+    def epochs(self) -> float:
+        return self.choice.epochs
+
+    def over_seeds(self, value: Callable[[Run], float | None]) -> Spread | None:
+        return spread([each for run in self.runs.values() if (each := value(run)) is not None])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method against the reference of the same number of epochs.
+
+    by_seed: the difference within each seed that both were scored with.
+    holm: p, adjusted for all comparisons of this metric.
+    items: that were resampled; of the smallest benchmark, where benchmarks are averaged.
+    """
+
+    metric: Metric
+    result: Result
+    reference: Result
+    interval: Interval
+    by_seed: dict[int, float]
+    holm: float
+    items: int
+
+    @property
+    def verdict(self) -> str:
+        return self.interval.verdict(self.metric.higher_is_better)
+
+    @property
+    def doubts(self) -> list[str]:
+        """What a verdict of better or worse does not withstand."""
+        if self.verdict == NO_DIFFERENCE:
+            return []
+        opposed = any(value * self.interval.difference <= 0 for value in self.by_seed.values())
+        doubts = {
+            "not after Holm": self.holm > 1 - CONFIDENCE,
+            "few items": self.items < FEW_ITEMS,
+            "one seed": len(self.by_seed) < 2,
+            "not in every seed": len(self.by_seed) > 1 and opposed,
+        }
+        return [doubt for doubt, stands in doubts.items() if stands]
+
+    @property
+    def said(self) -> str:
+        """The verdict with its doubts."""
+        return self.verdict + (f" ({', '.join(self.doubts)})" if self.doubts else "")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """
+    runs: all that ended, by method, rate, epochs and seed.
+    results: by epochs, the reference first, then by validation NLL.
+    base: scores of the model before training.
+    benchmarks: items and clean items (None without a contamination report) by benchmark; empty without any scores.
+    notes: what failed, is missing, or limits what the numbers say.
+    """
+
+    runs: list[Run]
+    choices: dict[tuple[str, float], Choice | None]
+    results: list[Result]
+    base: Scores | None
+    benchmarks: dict[str, tuple[int, int | None]]
+    comparisons: list[Comparison]
+    reference: str
+    resamples: int
+    seed: int
+    notes: list[str]
+
+    def name(self, method: str, epochs: float) -> str:
+        """The method, with its epochs where the grid has several numbers of them."""
+        several = len({epochs for _, epochs in self.choices}) > 1
+        return f"{method} ({epochs:g} epochs)" if several else method
+
+    @property
+    def base_validation_nll(self) -> float | None:
+        """Of the model before training, where a run evaluated it."""
+        first = [run.eval_losses[0] for run in self.runs if run.eval_losses and run.eval_losses[0][0] == 0]
+        return first[0][1] if first else None
+
+
+def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, seed: int = 0) -> Findings:
+    """Read the records of a grid and work out everything that a report says.
+
+    Args:
+        runs_dir: as grid.runs describes it; only run.json and scores.json are read, scores of chosen runs alone.
+        reference: the method that all others are compared with.
+        resamples, seed: of the bootstrap.
+
+    Raises:
+        ValueError: no finished run, a damaged record, or scores of different questions.
+    """
+    runs = read_runs(runs_dir)
+    if not any(run.status == "done" for run in runs):
+        raise ValueError(
+            f"{runs_dir} holds no run that finished (METHOD/lr…-ep…-seed…/run.json): train the grid first."
+        )
+    choices = choose_rates(Trial.of(run) for run in runs)
+    results = []
+    files: dict[Path, Scores] = {}
+    for choice in choices.values():
+        if choice is not None:
+            at_rate = [run for run in runs if Trial.of(run).usable and _is_at(run, choice)]
+            scores = {}
+            for run in at_rate:
+                path = runs_dir / run.key.folder / SCORES_FILE
+                if path.is_file():
+                    scores[run.key.seed] = files[path] = read_scores(path)
+                    if scores[run.key.seed].key != run.key:
+                        raise ValueError(f"{path} is not of the run beside it; score that run again.")
+            results.append(Result(choice, {run.key.seed: run for run in at_rate}, scores))
+    if not results:
+        raise ValueError(
+            f"{runs_dir}: no method has a run with a finite validation NLL, so that no rate can be chosen."
+        )
+    results.sort(key=lambda each: (each.epochs, each.method != reference, _nll(each), each.method))
+    base = None
+    if (path := runs_dir / "base" / SCORES_FILE).is_file():
+        base = files[path] = read_scores(path)
+    _check_same_questions(files)
+    benchmarks = _benchmarks(next(iter(files.values())).benchmarks) if files else {}
+    comparisons = _compare(results, reference, benchmarks, resamples, seed)
+    found = Findings(runs, choices, results, base, benchmarks, comparisons, reference, resamples, seed, [])
+    found.notes.extend(_notes(found, runs_dir, files))
+    return found
+
+
+def right(scores: Sequence[Scores], benchmark: str, rule: str = "correct", clean: bool = False) -> Array:
+    """(models, items): 1 where the answer is right; `rule` is correct or correct_strict, `clean` leaves clean items."""
+    each = [scored.benchmarks[benchmark] for scored in scores]
+    rows = np.array([_bits(getattr(one, rule)) for one in each])
+    if not clean:
+        return rows
+    mask = each[0].clean
+    return rows[:, _bits(mask) == 1] if mask is not None else rows[:, :0]
+
+
+def accuracies(scores: Sequence[Scores], rule: str = "correct", clean: bool = False) -> dict[str, Array]:
+    """Share of right answers, (models,), by benchmark; `mean`, unweighted, where every benchmark has items."""
+    found = {name: right(scores, name, rule, clean) for name in scores[0].benchmarks} if scores else {}
+    shares = {name: rows.mean(1) for name, rows in found.items() if rows.shape[1]}
+    if shares and len(shares) == len(found):
+        shares["mean"] = np.mean(list(shares.values()), axis=0)
+    return shares
+
+
+def gold_nlls(scores: Sequence[Scores]) -> dict[str, Array]:
+    """NLL of the gold targets in nats a token, (models,), by benchmark; `pooled` over all targets."""
+    sums = {}
+    for name in scores[0].benchmarks if scores else ():
+        each = [scored.benchmarks[name] for scored in scores]
+        if each[0].gold_tokens:
+            sums[name] = np.array([sum(one.gold_nll) for one in each]), sum(each[0].gold_tokens)
+    found = {name: nll / tokens for name, (nll, tokens) in sums.items()}
+    if found:
+        totals = np.sum([nll for nll, _ in sums.values()], axis=0)
+        found["pooled"] = totals / sum(tokens for _, tokens in sums.values())
+    return found
+
+
+def _bits(text: str) -> Array:
+    return np.frombuffer(text.encode("ascii"), dtype=np.uint8).astype(np.float64) - ord("0")
+
+
+def _is_at(run: Run, choice: Choice) -> bool:
+    key = run.key
+    return (key.method, key.epochs, key.learning_rate) == (choice.method, choice.epochs, choice.learning_rate)
+
+
+def _nll(result: Result) -> float:
+    found = result.over_seeds(lambda run: run.validation_nll)
+    assert found is not None
+    return found.mean
+
+
+def _benchmark_order(name: str) -> tuple[int, str]:
+    try:
+        return list(BENCHMARKS).index(find_benchmark(name).name), name
+    except ValueError:
+        return len(BENCHMARKS), name
+
+
+def _check_same_questions(files: dict[Path, Scores]) -> None:
+    """Items are paired by position: a ValueError names every file that was not asked what most were, as they were."""
+    asked = {path: (repr(sorted(scores.asked.items())), _questions(scores)) for path, scores in files.items()}
+    if len(set(asked.values())) < 2:
+        return
+    usual = Counter(asked.values()).most_common(1)[0][0]
+    differing = []
+    for path, (how, questions) in asked.items():
+        if (how, questions) != usual:
+            otherwise = [f"asked with {how}, not {usual[0]}"] if how != usual[0] else []
+            differing.append(f"{path}: {'; '.join([*otherwise, *_difference(usual[1], questions)])}")
+    raise ValueError(
+        "these scores are of other questions than the rest, so that nothing can be compared; remove them and score "
+        "those runs again:\n" + "\n".join(differing)
+    )
+
+
+def _questions(scores: Scores) -> tuple[tuple[str, int, str | None, tuple[int, ...]], ...]:
+    return tuple(
+        (name, len(each.correct), each.clean, tuple(each.gold_tokens))
+        for name, each in sorted(scores.benchmarks.items())
+    )
+
+
+def _difference(usual: tuple, found: tuple) -> list[str]:
+    expected = {name: rest for name, *rest in usual}
+    parts: list[str] = [f"no {name}" for name in expected.keys() - {name for name, *_ in found}]
+    for name, items, clean, tokens in found:
+        if name not in expected:
+            parts.append(f"{name}, which the others lack")
+            continue
+        if items != expected[name][0]:
+            parts.append(f"{name}: {items} items, not {expected[name][0]} (another limit?)")
+        elif clean != expected[name][1]:
+            parts.append(f"{name}: other clean items (another contamination report, or none)")
+        if tokens != expected[name][2]:
+            parts.append(f"{name}: {len(tokens)} gold targets, not {len(expected[name][2])}, or another tokenizer's")
+    return sorted(parts)
+
+
+def _benchmarks(first: dict[str, BenchmarkScores]) -> dict[str, tuple[int, int | None]]:
+    return {
+        name: (len(first[name].correct), None if (clean := first[name].clean) is None else clean.count("1"))
+        for name in sorted(first, key=_benchmark_order)
+    }
+
+
+def _compare(
+    results: Sequence[Result],
+    reference: str,
+    benchmarks: dict[str, tuple[int, int | None]],
+    resamples: int,
+    seed: int,
+) -> list[Comparison]:
+    found = []
+    for metric in METRICS:
+        of_metric: list[Comparison] = []
+        for epochs in dict.fromkeys(each.epochs for each in results):
+            scored = [each for each in results if each.epochs == epochs and each.scores]
+            against = next((each for each in scored if each.method == reference), None)
+            others = [each for each in scored if each is not against]
+            if against is None or not others:
+                continue
+            strata = [_stratum(metric, name, others, against) for name in benchmarks]
+            if metric.combine == "pooled":
+                strata = [each for each in strata if len(each.weights)]
+            if not strata or not all(len(each.weights) for each in strata):
+                continue
+            intervals = paired_bootstrap(strata, metric.combine, resamples=resamples, seed=seed)
+            items = (sum if metric.combine == "pooled" else min)(len(each.weights) for each in strata)
+            of_metric += [
+                Comparison(metric, each, against, interval, _by_seed(metric, each, against), math.nan, items)
+                for each, interval in zip(others, intervals, strict=True)
+            ]
+        adjusted = holm([each.interval.p for each in of_metric])
+        found += [replace(each, holm=p) for each, p in zip(of_metric, adjusted, strict=True)]
+    return found
+
+
+def _stratum(metric: Metric, benchmark: str, others: Sequence[Result], against: Result) -> Stratum:
+    columns = [_items(metric, benchmark, each) for each in (against, *others)]
+    values = np.column_stack([values - columns[0] for values in columns[1:]])
+    if metric.name == "gold_nll":
+        tokens = next(iter(against.scores.values())).benchmarks[benchmark].gold_tokens
+        return Stratum(values, np.array(tokens, dtype=np.float64))
+    return Stratum(values, np.ones(len(values)))
+
+
+def _items(metric: Metric, benchmark: str, result: Result) -> Array:
+    """(items,), averaged over the seeds."""
+    scores = list(result.scores.values())
+    if metric.name == "gold_nll":
+        return np.mean([scored.benchmarks[benchmark].gold_nll for scored in scores], axis=0)
+    return right(scores, benchmark, clean=metric.name == "accuracy_clean").mean(0)
+
+
+def _by_seed(metric: Metric, result: Result, against: Result) -> dict[int, float]:
+    def value(scores: Scores) -> float:
+        if metric.name == "gold_nll":
+            return float(gold_nlls([scores])["pooled"][0])
+        return float(accuracies([scores], clean=metric.name == "accuracy_clean")["mean"][0])
+
+    shared = sorted(result.scores.keys() & against.scores.keys())
+    return {seed: value(result.scores[seed]) - value(against.scores[seed]) for seed in shared}
+
+
+def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[str]:
+    """In sentences, each with the runs or methods that it is about."""
+    notes = []
+    for run in found.runs:
+        name = run.key.folder.as_posix()
+        if run.status == "failed":
+            lines = (run.error or "").strip().splitlines()
+            notes.append(f"Failed: {name}: {lines[-1].strip() if lines else 'no error was recorded'}")
+        elif run.validation_nll is None:
+            notes.append(f"Without a validation NLL, and so never chosen: {name}.")
+        elif not Trial.of(run).usable:
+            notes.append(f"Diverged: {name}: validation NLL {run.validation_nll}.")
+    unfinished = {path.parent for path in runs_dir.glob("*/*/config.yml")} - {
+        runs_dir / r.key.folder for r in found.runs
+    }
+    notes += [f"Not finished: {path.relative_to(runs_dir).as_posix()}." for path in sorted(unfinished)]
+    for (method, epochs), choice in found.choices.items():
+        if choice is None:
+            notes.append(f"No rate could be chosen for {found.name(method, epochs)}: none of its runs can be used.")
+    for edge, text in _EDGES.items():
+        at_edge = [each.choice for each in found.results if each.choice.edge == edge]
+        if at_edge:
+            rates = (f"{found.name(each.method, each.epochs)} ({each.learning_rate:g})" for each in at_edge)
+            notes.append(f"{text}: {', '.join(rates)}.")
+    for result in found.results:
+        notes += _notes_on(result, found)
+    notes += _notes_on_scores(found, files)
+    if any(run.jobs_per_gpu > 1 for result in found.results for run in result.runs.values()):
+        notes.append(
+            "Times marked ‡ are of runs that shared their device with others: they are comparable with no others, each "
+            "other's included."
+        )
+    devices = sorted({run.device or "unknown" for result in found.results for run in result.runs.values()})
+    if len(devices) > 1:
+        notes.append(
+            f"Runs were made on different devices ({', '.join(devices)}): times and memory are not comparable."
+        )
+    return notes
+
+
+def _notes_on(result: Result, found: Findings) -> list[str]:
+    choice, name = result.choice, found.name(result.method, result.epochs)
+    notes = []
+    started = {run.key.seed for run in found.runs if (run.key.method, run.key.epochs) == (choice.method, choice.epochs)}
+    if missing := sorted(started - result.runs.keys()):
+        notes.append(f"Missing seeds: {name}: {_listed(missing)} at {choice.learning_rate:g}.")
+    if found.benchmarks and (unscored := sorted(result.runs.keys() - result.scores.keys())):
+        notes.append(f"Not scored: {name}: seed {_listed(unscored)}.")
+    for run in result.runs.values():
+        trained, budget = run.trainable_parameters, run.budget_parameters
+        if trained is not None and budget and abs(trained / budget - 1) > BUDGET_TOLERANCE:
+            notes.append(
+                f"Off its budget by more than {BUDGET_TOLERANCE:.1%}: {name}, seed {run.key.seed}: {trained:,} "
+                f"parameters trained, {budget:,} allowed ({trained / budget:.2%})."
+            )
+    return notes
+
+
+def _notes_on_scores(found: Findings, files: dict[Path, Scores]) -> list[str]:
+    if not found.benchmarks:
+        return ["No scores yet: this is the training stage alone, without accuracies and without comparisons."]
+    notes = []
+    if found.base is None:
+        notes.append("The model before training was not scored (base/scores.json).")
+    if limits := sorted({scores.limit for scores in files.values() if scores.limit is not None}):
+        notes.append(f"NOT THE WHOLE TEST SETS: scored with a limit of {_listed(limits)} items (below 1: a share).")
+    if any(clean is None for _, clean in found.benchmarks.values()):
+        notes.append(
+            "No contamination report: nobody looked whether the training data hold test items, and there are no scores "
+            "on clean items."
+        )
+    elif empty := [name for name, (_, clean) in found.benchmarks.items() if clean == 0]:
+        notes.append(f"No clean item in {', '.join(empty)}: there is no mean over clean items.")
+    if not any(gold_nlls([scores]) for scores in files.values()):
+        notes.append("The gold targets were not scored (supertune_math_ppl).")
+    for epochs in dict.fromkeys(each.epochs for each in found.results):
+        against = next((r for r in found.results if (r.method, r.epochs) == (found.reference, epochs)), None)
+        if against is None or not against.scores:
+            what = "was not trained" if against is None else "was not scored"
+            notes.append(f"No differences: the reference {found.name(found.reference, epochs)} {what}.")
+            continue
+        others: dict[tuple[int, ...], list[str]] = {}
+        for result in found.results:
+            if result.epochs == epochs and result.scores and result.scores.keys() != against.scores.keys():
+                name = found.name(result.method, epochs)
+                others.setdefault(tuple(sorted(result.scores)), []).append(name)
+        notes += [
+            f"Compared with {found.reference}'s seeds {_listed(sorted(against.scores))}, though scored with "
+            f"{_listed(seeds)}: {', '.join(methods)}."
+            for seeds, methods in others.items()
+        ]
+    return notes
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)

@@ -1,0 +1,34 @@
+"""What runs of a grid share, made once: `python -m axolotl_supertune.grid.prepare KIND CONFIG OUT`.
+
+`data` tokenizes the data sets of CONFIG into the folder OUT; `norms` calibrates into the file OUT.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def prepare_data(config: Path, target: Path) -> None:
+    """Have Axolotl tokenize the data of a YAML into `target`, a dataset_prepared_path that is whole or absent."""
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+
+    making = target.with_name(f".{target.name}.making")
+    shutil.rmtree(making, ignore_errors=True)
+    cfg: Any = load_cfg(str(config), dataset_prepared_path=str(making))
+    load_datasets(cfg=cfg)
+    if not making.is_dir():
+        raise FileNotFoundError(f"dataset_prepared_path: Axolotl prepared nothing in {making}.")
+    making.rename(target)
+
+
+def prepare_norms(config: Path, target: Path) -> None:
+    """Write the activation norms that a YAML describes."""
+    from ..precalibrate import calibrate_base
+
+    calibrate_base(config, target)
+
+
+if __name__ == "__main__":
+    {"data": prepare_data, "norms": prepare_norms}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

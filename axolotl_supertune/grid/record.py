@@ -1,0 +1,160 @@
+"""The Axolotl plugin that a sweep puts into every YAML: it writes a run's run.json, as the last thing the run does."""
+
+import json
+import math
+import os
+import time
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from axolotl.integrations.base import BasePlugin
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import TrainerCallback
+
+from ..budget import DEFAULT_R0, exact_fraction
+from .runs import RUN_FILE, Run
+
+VARIABLE = "SUPERTUNE_RUN"
+"""The environment variable with what the sweep knows of the run: key, config_sha256, jobs_per_gpu, as JSON."""
+PACKAGES = ("axolotl-supertune", "axolotl", "peft", "transformers", "torch", "lm_eval")
+NLL = "validation_nll"
+
+
+def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """The versions of the packages that are there; of this one also where it is not installed but on the path."""
+    from .. import __version__
+
+    found = {"axolotl-supertune": __version__}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name() -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+class RecordPlugin(BasePlugin):
+    """Has a run evaluated at its last step, and recorded when its model is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._record: _Record | None = None
+        self._saved = False
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
+        """One callback.
+
+        Raises:
+            ValueError: no sweep started this run, or it has nothing to be judged by.
+        """
+        if VARIABLE not in os.environ:
+            raise ValueError(
+                f"plugins: {type(self).__name__} records the runs of `axolotl supertune sweep`, and {VARIABLE} is not "
+                "set: to train this YAML alone, drop the plugin."
+            )
+        if trainer.eval_dataset is None:
+            raise ValueError("test_datasets: there is no validation data, by which a run of a grid is judged.")
+        self._record = _Record(trainer)
+        return [self._record]
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        """Axolotl calls this twice: when training ends, and when everything is saved."""
+        if self._saved and self._record is not None:
+            self._record.run().write(Path(cfg.output_dir).parent / RUN_FILE)
+        self._saved = True
+
+
+class _Record(TrainerCallback):
+    """Measures what a `Run` holds.
+
+    Args:
+        trainer: its `prediction_step` is wrapped: the Trainer's own eval_loss is a mean of batches, whatever they hold.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._state = trainer.state
+        self._nats: torch.Tensor | float = 0.0
+        self._tokens: torch.Tensor | int = 0
+        self._peak = 0
+        self._resumed = False
+        self._trainable = 0
+        self._budget: int | None = None
+        prediction_step = trainer.prediction_step
+
+        def weighed(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens = (inputs["labels"][..., 1:] != -100).sum()
+            step = prediction_step(model, inputs, *args, **kwargs)
+            self._nats = self._nats + step[0].double() * tokens.to(step[0].device)
+            self._tokens = self._tokens + tokens.to(step[0].device)
+            return step
+
+        trainer.prediction_step = weighed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._state, self._resumed = state, state.global_step > 0
+        model = kwargs["model"]
+        self._trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        self._budget = _budget(model)
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(args.device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = True
+        if args.device.type == "cuda" and (control.should_log or control.should_evaluate or control.should_save):
+            # Axolotl counts anew at every log.
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated(args.device))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # In the state's own history, which checkpoints keep.
+        state.log_history.append({"step": state.global_step, NLL: float(self._nats) / max(int(self._tokens), 1)})
+        self._nats, self._tokens = 0.0, 0
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(args.device)
+
+    def run(self) -> Run:
+        """All of it, when the model is saved."""
+        history = self._state.log_history
+        process = psutil.Process()
+        return Run(
+            **json.loads(os.environ[VARIABLE]),
+            status="done",
+            started=datetime.fromtimestamp(process.create_time(), UTC).isoformat(timespec="seconds"),
+            seconds=time.time() - process.create_time(),
+            train_seconds=None if self._resumed else next(e["train_runtime"] for e in history if "train_runtime" in e),
+            steps=self._state.global_step,
+            trainable_parameters=self._trainable,
+            budget_parameters=self._budget,
+            peak_memory_gib=self._peak / 2**30 if self._peak else None,
+            losses=_last_by_step(history, "loss"),
+            eval_losses=_last_by_step(history, NLL),
+            device=device_name(),
+            versions=installed(),
+        )
+
+
+def _last_by_step(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """(step, value); a resumed run evaluates its checkpoint's step a second time."""
+    return sorted({int(each["step"]): float(each[key]) for each in history if key in each}.items())
+
+
+def _budget(model: Any) -> int | None:
+    """Σ r0(c + b), or Σ ⌊p·c·b⌋, over the adapted layers; None without any."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if not layers:
+        return None
+    config = model.peft_config["default"]
+    density = getattr(config, "sparse_density", None)
+    if density is not None:
+        return sum(math.floor(exact_fraction(density) * each.out_features * each.in_features) for each in layers)
+    r0 = getattr(config, "r0", None) or getattr(config, "r", None) or DEFAULT_R0
+    return sum(r0 * (each.out_features + each.in_features) for each in layers)

@@ -1,0 +1,132 @@
+"""`axolotl supertune report`: the records of a grid as tables and figures, with what may be said of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..files import whole_file
+from .statistics import CONFIDENCE, NO_DIFFERENCE, RESAMPLES
+
+# All files that any report writes; those that this one does not are removed, so that none is left of an earlier one.
+TABLES = ("summary", "differences", "accuracy_published", "accuracy_strict", "perplexity", "cost", "learning_rates")
+FIGURES = ("differences", "cost", "learning_rates", "curves")
+
+
+@click.command("report")
+@click.argument("runs_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Default: RUNS_DIR/report.")
+@click.option("--reference", default="lora", show_default=True, help="The method that others are compared with.")
+@click.option(
+    "--resamples", type=click.IntRange(min=100), default=RESAMPLES, show_default=True, help="Of the bootstrap."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
+def report(runs_dir: Path, output: Path | None, reference: str, resamples: int, seed: int) -> None:
+    """Report what the runs in RUNS_DIR show: report.md, report.json, tables (CSV, LaTeX), figures (PNG, SVG).
+
+    Each method's learning rate is the one of its lowest validation NLL; scores have no say in it. The same records
+    give the same files.
+    """
+    from .findings import find
+
+    try:
+        found = find(runs_dir, reference, resamples, seed)
+        target = output or runs_dir / "report"
+        write(found, target)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    for note in found.notes:
+        click.echo(note, err=True)
+    click.echo(f"wrote {target / 'report.md'}")
+
+
+def write(found: Any, output: Path) -> None:
+    """Write the files of a report.
+
+    Args:
+        found: Findings.
+        output: the folder; files of an earlier report there are replaced, or removed where this one has none.
+    """
+    from .figures import FORMATS, figures, render
+    from .tables import csv_text, json_records, latex, markdown, tables
+
+    made = {table.name: table for table in tables(found)}
+    drawn = figures(found)
+    files: dict[str, bytes | None] = {}
+    for name in TABLES:
+        table = made.get(name)
+        files[f"{name}.csv"] = csv_text(table).encode() if table else None
+        files[f"{name}.tex"] = latex(table).encode() if table else None
+    for name in FIGURES:
+        for kind in FORMATS:
+            files[f"{name}.{kind}"] = render(drawn[name], name, kind) if name in drawn else None
+    contents = {
+        "format": 1,
+        "reference": found.reference,
+        "confidence": CONFIDENCE,
+        "resamples": found.resamples,
+        "bootstrap_seed": found.seed,
+        "notes": found.notes,
+        "tables": {name: json_records(table) for name, table in made.items()},
+    }
+    files["report.json"] = (json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    pictures = [f"![{name}]({name}.png)" for name in FIGURES if name in drawn]
+    texts = {name: markdown(table) for name, table in made.items()}
+    files["report.md"] = _page(found, texts, pictures).encode()
+    for name, content in files.items():
+        if content is None:
+            (output / name).unlink(missing_ok=True)
+        else:
+            with whole_file(output / name) as temporary:
+                temporary.write_bytes(content)
+
+
+def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:
+    parts = [
+        f"# {len(found.results)} methods, {len(found.runs)} runs",
+        "Each method stands at the learning rate of its lowest validation NLL; test scores had no say in that. Methods "
+        f"are ordered by validation NLL, {found.reference} first.",
+    ]
+    if found.comparisons:
+        parts += [f"## What may be said, against {found.reference}", "\n".join(_said(found)), _method(found)]
+    if found.notes:
+        parts += ["## What is missing, or limits the numbers", "\n".join(f"- {_escaped(note)}" for note in found.notes)]
+    parts += ["## Tables", *texts.values(), "## Figures", *pictures]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _said(found: Any) -> list[str]:
+    lines = []
+    for title in dict.fromkeys(each.metric.title for each in found.comparisons):
+        verdicts: dict[str, list[str]] = {"better": [], "worse": [], NO_DIFFERENCE: []}
+        for each in found.comparisons:
+            if each.metric.title == title:
+                name = found.name(each.result.method, each.result.epochs)
+                verdicts[each.verdict].append(name + (f" ({', '.join(each.doubts)})" if each.doubts else ""))
+        said = "; ".join(f"**{verdict}**: {', '.join(names)}" for verdict, names in verdicts.items() if names)
+        lines.append(f"- {title}: {said}.")
+    return lines
+
+
+def _method(found: Any) -> str:
+    counts = {each.metric.title: sum(c.metric is each.metric for c in found.comparisons) for each in found.comparisons}
+    family = "; ".join(f"{title}: {count}" for title, count in counts.items())
+    from .findings import FEW_ITEMS
+
+    return (
+        f"“Better” and “worse” stand only where the {CONFIDENCE:.0%} interval of the difference excludes 0. The "
+        f"intervals are percentiles of {found.resamples:,} paired bootstrap resamples (seed {found.seed}): the "
+        "questions of each benchmark are drawn with replacement, the same ones for both methods, and each question's "
+        "value is averaged over a method's seeds. They cover which questions were asked, not which seeds were trained "
+        "with: for that see the standard deviations and the differences seed by seed.\n\n"
+        f"With this many comparisons ({family}) some intervals exclude 0 by chance, about one in twenty where nothing "
+        "differs; p (Holm) is the bootstrap's two-sided p, adjusted for the number of comparisons of that metric. In "
+        "brackets stands what a verdict does not withstand: “not after Holm” that adjustment; “few items”: with fewer "
+        f"than {FEW_ITEMS} items such intervals are too narrow; “not in every seed”: the difference has the other sign "
+        "in one; “one seed”: one alone was scored with both."
+    )
+
+
+def _escaped(note: str) -> str:
+    return note.replace("*", r"\*").replace("_", r"\_").replace("<", "&lt;")

@@ -1,0 +1,579 @@
+"""`axolotl supertune sweep GRID`: train what is missing, choose rates by validation NLL, train their seeds, score."""
+
+import contextlib
+import copy
+import hashlib
+import importlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from axolotl.utils.schemas.config import AxolotlInputConfig
+from filelock import FileLock, Timeout
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .. import checks
+from ..args import SupertuneArgs
+from ..corpus import TRAINING_SET
+from ..files import whole_file
+from ..plugin import NORMS_FILE
+from .choice import Choice, Trial, choose_rates
+from .grid import (
+    CALIBRATION_FOLDER,
+    OF_THE_GRID,
+    PREPARED_FOLDER,
+    RECORD,
+    SUPERTUNE,
+    Grid,
+    GridError,
+    check_keys,
+    read_grid,
+)
+from .jobs import Job, Places, Pool
+from .record import VARIABLE, installed
+from .runs import RUN_FILE, SCORES_FILE, Run, RunKey, read_run, read_runs, read_scores
+from .scoring import ASKED, Request
+
+GRID_FILE = "grid.json"
+CONFIG_FILE = "config.yml"
+LOG_FILE = "log.txt"
+CONTAMINATION_FILE = "contamination.json"
+ADAPTER_FOLDER = "adapter"
+LOCK_FILE = ".sweep.lock"
+
+TRAIN = (sys.executable, "-m", "axolotl.cli.train")
+SCORE = (sys.executable, "-m", "axolotl_supertune.grid.scoring")
+PREPARE = (sys.executable, "-m", "axolotl_supertune.grid.prepare")
+CONTAMINATION = (sys.executable, "-m", "axolotl_supertune.tasks", "contamination")
+
+# What does not change activation norms; an unknown key counts as one that does.
+_NO_MATTER = {
+    *OF_THE_GRID,
+    *(key for key in SupertuneArgs.model_fields if not key.startswith("calibration_")),
+    *("adapter", "lora_r", "lora_alpha", "lora_dropout", "dataset_prepared_path"),
+} - {"lora_exclude_modules"}
+
+# Where things lie, which changes with the folder and not with what is computed.
+_PLACES = ("output_dir", "dataset_prepared_path", "calibration_path")
+_TAIL = 30
+"""Lines of the log that a failed run is recorded with."""
+
+Stage = Literal["train", "choose", "score"]
+State = Literal["done", "failed", "stopped", "new"]
+
+
+class Sweep:
+    """A grid and its RUNS_DIR.
+
+    Args:
+        path: the GRID file.
+        places: devices, and jobs on each.
+        console: takes the progress.
+        time_limit: seconds from now, or None.
+        retry_failed: start failed runs again.
+        train, score, prepare, contamination: the commands; what they are to do is appended.
+
+    Raises:
+        GridError, FileNotFoundError: the grid cannot be run; nothing was started.
+        ValueError: RUNS_DIR holds a file that is not what it should be; names it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        places: Places,
+        console: Console,
+        *,
+        time_limit: float | None = None,
+        retry_failed: bool = False,
+        train: Sequence[str] = TRAIN,
+        score: Sequence[str] = SCORE,
+        prepare: Sequence[str] = PREPARE,
+        contamination: Sequence[str] = CONTAMINATION,
+    ) -> None:
+        deadline = None if time_limit is None else time.monotonic() + time_limit
+        self.grid, self._path = read_grid(path), path
+        self.runs_dir = Path(self.grid.output_dir)
+        self._places, self._console, self._retry_failed = places, console, retry_failed
+        self._train, self._score, self._prepare, self._contamination = train, score, prepare, contamination
+        self._pool = Pool(places, deadline, console)
+        self._failed: set[str] = set()
+        self._known = _known_keys(self.grid)
+        check_keys(self.grid, path, self._known)
+        self._norms: dict[RunKey, Path | None] = {}
+        for key in self.grid.keys:
+            self.norms(key)
+        self._records = {run.key: run for run in read_runs(self.runs_dir)}
+
+    # What there is
+
+    def state(self, key: RunKey) -> State:
+        """Of one run, as its folder says.
+
+        Raises:
+            GridError: it is done, with another YAML than the grid gives it now; names the difference.
+        """
+        folder = self.runs_dir / key.folder
+        run = self._records.get(key)
+        if run is None:
+            return "stopped" if (folder / CONFIG_FILE).is_file() else "new"
+        if run.status == "done" and (difference := self.difference(key)):
+            raise GridError(
+                f"{folder} was trained with another YAML than {self._path} gives it now: {difference}. Put the grid "
+                "back, give it another output_dir, or remove that folder to train it again."
+            )
+        return run.status
+
+    def difference(self, key: RunKey) -> str | None:
+        """The first key in which a run's config.yml differs from what the grid says now; None where none does."""
+        path = self.runs_dir / key.folder / CONFIG_FILE
+        there = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        now = self.settings(key)
+        for name in sorted({*there, *now} - set(_PLACES)):
+            if there.get(name) != now.get(name):
+                return f"{name}: {there.get(name)} there, {now.get(name)} now"
+        return None
+
+    def settings(self, key: RunKey) -> dict[str, Any]:
+        """The whole YAML of a run, with the calibration that it shares."""
+        settings = self.grid.settings(key)
+        if norms := self.norms(key):
+            settings.pop("calibration_batch_size", None)
+            settings["calibration_path"] = norms.as_posix()
+        return settings
+
+    def norms(self, key: RunKey) -> Path | None:
+        """The file of activation norms that a run shares with all that calibrate alike; None: it needs none.
+
+        Raises:
+            GridError: the plugin refuses the run's YAML; names the method.
+        """
+        if key not in self._norms:
+            settings = copy.deepcopy(self.grid.settings(key))
+            shares = not settings.get("calibration_path")
+            try:
+                checks.prepare(settings, self._known)
+            except (ValueError, FileNotFoundError) as error:
+                raise GridError(f"{self._path}: methods.{key.method}: {error}") from error
+            needs = settings.get("adapter") in checks.ADAPTERS and shares and checks.may_need_norms(settings)
+            matter = {name: value for name, value in sorted(settings.items()) if name not in _NO_MATTER}
+            digest = hashlib.sha256(json.dumps(matter, sort_keys=True, default=str).encode()).hexdigest()[:12]
+            self._norms[key] = self.runs_dir / CALIBRATION_FOLDER / f"{digest}.safetensors" if needs else None
+        return self._norms[key]
+
+    def choices(self) -> dict[tuple[str, float], Choice | None]:
+        """Each method's best rate, by (method, epochs), from the runs of the first stage."""
+        return choose_rates(Trial.of(self._records[key]) for key in self.grid.keys if key in self._records)
+
+    def second_stage(self) -> list[RunKey]:
+        """The other seeds of the methods that always get them and of the leading ones, each at its best rate."""
+        chosen, choices, keys = self.grid.chosen, self.choices(), []
+        for epochs in self.grid.epochs:
+            found = {name: choice for (name, of), choice in choices.items() if of == epochs and choice is not None}
+            ranked = sorted(found, key=lambda name: found[name].validation_nll)
+            leading = [name for name in ranked if name not in chosen.methods][: chosen.leading]
+            keys += [
+                RunKey(method=name, learning_rate=found[name].learning_rate, epochs=epochs, seed=seed)
+                for seed in chosen.seeds
+                for name in self.grid.methods
+                if seed not in self.grid.seeds and name in found and name in (*chosen.methods, *leading)
+            ]
+        return keys
+
+    def best(self) -> list[RunKey]:
+        """The finished runs at each method's best rate, of all seeds of the grid."""
+        rates = {name: choice.learning_rate for name, choice in self.choices().items() if choice is not None}
+        seeds = {*self.grid.seeds, *self.grid.chosen.seeds}
+        return [
+            key
+            for key in self._done()
+            if rates.get((key.method, key.epochs)) == key.learning_rate and key.seed in seeds
+        ]
+
+    def to_score(self) -> list[RunKey]:
+        """The finished runs that the third stage asks."""
+        return {"all": self._done, "chosen": self.best, "none": list}[self.grid.score.runs]()
+
+    def _done(self) -> list[RunKey]:
+        return [key for key, run in self._records.items() if run.status == "done" and key.method in self.grid.methods]
+
+    def _scores(self, key: RunKey | None) -> Path:
+        return self.runs_dir / ("base" if key is None else key.folder) / SCORES_FILE
+
+    # What is done
+
+    def sweep(self, until: Stage = "score") -> bool:
+        """Run what is missing.
+
+        Returns:
+            Whether nothing failed.
+
+        Raises:
+            Signalled, OutOfTime: not all has run; nothing is running, and the next sweep goes on.
+            GridError: see `state`; or another sweep has this RUNS_DIR.
+        """
+        with self._locked(), self._pool.signals():
+            self._records = {run.key: run for run in read_runs(self.runs_dir)}
+            for key in self.grid.keys:
+                self.state(key)
+            self._write_grid()
+            self._run_missing("training", self.grid.keys)
+            if until != "train":
+                self._run_missing("other seeds", self.second_stage())
+                if until == "score" and self.grid.score.runs != "none":
+                    self._score_missing()
+                self._tidy()
+        for name in sorted(self._failed):
+            self._console.print(f"[red]failed:[/] {escape(name)}")
+        return not self._failed
+
+    def plan(self) -> str:
+        """What `sweep` would run, as far as is known before it does: a line each with stage, run, state and action."""
+        lines: list[tuple[str, str, str, str]] = []
+        ended = all(self.state(key) in ("done", "failed") for key in self.grid.keys)
+        for stage, keys in (("training", self.grid.keys), ("other seeds", self.second_stage() if ended else [])):
+            lines += [(stage, str(key.folder), self.state(key), self._would(key)) for key in keys]
+        chosen, seeds = self.grid.chosen, [seed for seed in self.grid.chosen.seeds if seed not in self.grid.seeds]
+        if not ended and seeds:
+            names = [*chosen.methods, *([f"the {chosen.leading} leading"] if chosen.leading else [])]
+            which = f"seeds {', '.join(map(str, seeds))} of {', '.join(names)}"
+            lines.append(("other seeds", which, "", "when training has ended"))
+        if self.grid.score.runs != "none":
+            for scored in [None, *(self.to_score() if ended else [])]:
+                there = self._scores(scored).is_file()
+                lines.append(
+                    ("scoring", str(scored.folder) if scored else "base", *(("done", "") if there else ("", "score")))
+                )
+            if not ended:
+                lines.append(("scoring", f"{self.grid.score.runs} runs", "", "when training has ended"))
+        width = max(len(run) for _, run, _, _ in lines)
+        shown = [f"{stage:<11}  {run:<{width}}  {state:<7}  {would}".rstrip() for stage, run, state, would in lines]
+        missing = sum(1 for *_, would in lines if would.startswith(("train", "go on")))
+        return "\n".join([*shown, f"{missing} runs to train, {len(self._done())} done, in {self.runs_dir}"])
+
+    def summary(self) -> Table:
+        """The chosen rates, by validation NLL."""
+        table = Table(box=box.SIMPLE_HEAD, title=f"{len(self._done())} runs done in {self.runs_dir}")
+        table.add_column("method")
+        for column in ("epochs", "learning rate", "validation NLL", ""):
+            table.add_column(column, justify="right")
+        choices = [choice for choice in self.choices().values() if choice is not None]
+        for choice in sorted(choices, key=lambda choice: (choice.epochs, choice.validation_nll)):
+            edge = {"lowest": "the lowest tried", "highest": "the highest tried"}.get(choice.edge or "", "")
+            table.add_row(
+                choice.method, f"{choice.epochs:g}", f"{choice.learning_rate:g}", f"{choice.validation_nll:.4f}", edge
+            )
+        return table
+
+    def _would(self, key: RunKey) -> str:
+        state = self.state(key)
+        if state == "done" or (state == "failed" and not self._retry_failed):
+            return ""
+        folder = self.runs_dir / key.folder
+        whole = [each for each in _checkpoints(folder) if _is_whole(each)] if self.difference(key) is None else []
+        step = max((int(each.name.rpartition("-")[2]) for each in whole), default=0)
+        return f"go on from step {step}" if step else "train"
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.runs_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.runs_dir / LOCK_FILE, timeout=0)
+        try:
+            with lock:
+                yield
+        except Timeout:
+            raise GridError(
+                f"output_dir: another sweep is running in {self.runs_dir}; wait for it, end it, or give this grid "
+                "another output_dir."
+            ) from None
+
+    def _write_grid(self) -> None:
+        runs = [
+            {"key": key.model_dump(), "folder": key.folder.as_posix(), "yaml": self.settings(key)}
+            for key in self.grid.keys
+        ]
+        with whole_file(self.runs_dir / GRID_FILE) as temporary:
+            content = {"format": 1, "grid": self.grid.model_dump(), "base": self.grid.base_settings, "runs": runs}
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def _run_missing(self, title: str, keys: Sequence[RunKey]) -> None:
+        states = {key: self.state(key) for key in keys}
+        again = ("new", "stopped", "failed") if self._retry_failed else ("new", "stopped")
+        self._failed |= {str(key.folder) for key, state in states.items() if state == "failed" and state not in again}
+        self._run_all(title, [key for key, state in states.items() if state in again])
+
+    def _run_all(self, title: str, keys: Sequence[RunKey]) -> None:
+        if not keys:
+            return
+        jobs = []
+        if not self.grid.base_settings.get("dataset_prepared_path") and not (self.runs_dir / PREPARED_FOLDER).is_dir():
+            jobs.append(self._shared("data", self.runs_dir / PREPARED_FOLDER, keys[0]))
+        makers: dict[Path, RunKey] = {}  # of the runs that need a file the first; all say alike how it is made
+        for key in keys:
+            if (path := self.norms(key)) is not None and not path.is_file():
+                makers.setdefault(path, key)
+        if any(self.grid.settings(key).get("calibration_dataset") == TRAINING_SET for key in makers.values()):
+            self._pool_run("preparing", jobs)  # which they read
+            jobs = []
+        jobs += [self._shared("norms", path, key) for path, key in makers.items()]
+        self._pool_run("preparing", jobs)
+        # Without its norms a run cannot start; that their calibration failed is told already.
+        ready = [key for key in keys if (norms := self.norms(key)) is None or norms.is_file()]
+        self._failed |= {str(key.folder) for key in keys if key not in ready}
+        self._pool_run(title, [self._training(key) for key in ready])
+
+    def _pool_run(self, title: str, jobs: Sequence[Job]) -> None:
+        if jobs:
+            self._failed |= {job.name for job in self._pool.run(title, jobs)}
+
+    def _shared(self, kind: str, target: Path, key: RunKey) -> Job:
+        """A job that makes what several runs read: `kind` of prepare.py, by the YAML of one of them."""
+        config = self.runs_dir / CALIBRATION_FOLDER / f"{target.stem}.yml"
+        log = config.with_suffix(".log")
+
+        def begin() -> None:
+            settings = self.grid.settings(key)
+            settings["plugins"] = [each for each in settings["plugins"] if each != RECORD]
+            settings["output_dir"] = config.with_suffix("").as_posix()
+            _write(config, _as_yaml(settings))
+            log.unlink(missing_ok=True)
+
+        def end(code: int) -> str | None:
+            shutil.rmtree(config.with_suffix(""), ignore_errors=True)
+            return None if code == 0 and target.exists() else _last_line(log, code)
+
+        name = {"data": "tokenizing", "norms": f"calibrating for {key.method}, seed {key.seed}"}[kind]
+        return Job(name, [*self._prepare, kind, str(config), str(target)], log, begin, end, lambda: None)
+
+    def _training(self, key: RunKey) -> Job:
+        folder = self.runs_dir / key.folder
+        text = _as_yaml(self.settings(key))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        known = {"key": key.model_dump(), "config_sha256": digest, "jobs_per_gpu": self._places.jobs_per_gpu}
+        started = datetime.now(UTC)
+
+        def begin() -> None:
+            nonlocal started
+            started = datetime.now(UTC)
+            self._records.pop(key, None)
+            _make_ready(folder, resumable=self.difference(key) is None)
+            _write(folder / CONFIG_FILE, text)
+
+        def end(code: int) -> str | None:
+            wrong = None
+            if not (folder / RUN_FILE).is_file():
+                wrong = _last_line(folder / LOG_FILE, code)
+                Run(
+                    **known,  # type: ignore[arg-type]
+                    status="failed",
+                    error=_tail(folder / LOG_FILE, code),
+                    started=started.isoformat(timespec="seconds"),
+                    seconds=(datetime.now(UTC) - started).total_seconds(),
+                    versions=installed(),
+                ).write(folder / RUN_FILE)
+            self._records[key] = read_run(folder / RUN_FILE)
+            if wrong is None and self.grid.keep != "all":
+                for each in _checkpoints(folder):
+                    shutil.rmtree(each)
+            return wrong
+
+        command = [*self._train, str(folder / CONFIG_FILE)]
+        env = {VARIABLE: json.dumps(known)}
+        return Job(str(key.folder), command, folder / LOG_FILE, begin, end, lambda: self._expected(key), env)
+
+    def _expected(self, key: RunKey) -> float | None:
+        """Seconds: the longest of the method's runs, or else of all, an epoch; None while none is done."""
+        done = [run for run in self._records.values() if run.status == "done"]
+        like = [run for run in done if run.key.method == key.method] or done
+        same = [run.seconds for run in like if run.key.epochs == key.epochs]
+        return max(same or [run.seconds / run.key.epochs * key.epochs for run in like], default=None)
+
+    def _score_missing(self) -> None:
+        asked = self.grid.score.model_dump(include=set(ASKED))
+        missing: list[RunKey | None] = []
+        seconds: list[float] = []
+        for key in (None, *self.to_score()):
+            path = self._scores(key)
+            if not path.is_file():
+                missing.append(key)
+                continue
+            scores = read_scores(path)
+            seconds.append(scores.seconds)
+            for name, value in asked.items():
+                if scores.asked.get(name) != value:
+                    raise GridError(
+                        f"{path} was made with score: {{{name}: {scores.asked.get(name)}}}, and {self._path} says "
+                        f"{value}: put it back, or remove the scores.json files to score again."
+                    )
+        if not missing:
+            return
+        gone = [key for key in missing if key is not None and not _holds_weights(self.runs_dir / key.folder)]
+        if gone:
+            self._console.print(
+                f"{len(gone)} chosen runs were not chosen before, and keep: chosen dropped their weights."
+            )
+            self._run_all("training again", gone)
+        if not self._report_contamination():
+            return
+        jobs = [
+            self._scoring(key, seconds)
+            for key in missing
+            if key is None or (_holds_weights(self.runs_dir / key.folder) and key in self._done())
+        ]
+        self._pool_run("scoring", jobs)
+
+    def _report_contamination(self) -> bool:
+        """Whether there is a report of the training data: no model is scored without."""
+        report = self.runs_dir / CONTAMINATION_FILE
+        log = report.with_suffix(".log")
+        sources = [f"{each['path']}:{each['name']}" if each.get("name") else each["path"] for each in self._datasets()]
+        data_dir = ["--data-dir", self.grid.score.data_dir] if self.grid.score.data_dir else []
+
+        def begin() -> None:
+            report.unlink(missing_ok=True)
+            log.unlink(missing_ok=True)
+
+        command = [*self._contamination, *sources, "--output", str(report), *data_dir]
+        job = Job(
+            "contamination",
+            command,
+            log,
+            begin,
+            lambda code: None if report.is_file() else _last_line(log, code),
+            lambda: None,
+        )
+        self._pool_run("comparing training and test data", [job])
+        return report.is_file()
+
+    def _datasets(self) -> list[dict[str, Any]]:
+        """All training data of the grid, each once."""
+        every = [self.grid.base_settings, *(method.settings for method in self.grid.methods.values())]
+        found = {
+            (each["path"], each.get("name")): each for settings in every for each in settings.get("datasets") or []
+        }
+        return list(found.values())
+
+    def _scoring(self, key: RunKey | None, seconds: list[float]) -> Job:
+        path = self._scores(key)
+        log = path.with_name("score.log")
+        settings = self.grid.settings(key or self.grid.keys[0])
+        request = Request(
+            key=key,
+            settings=settings if key else self.grid.base_settings,
+            trained=settings["output_dir"] if key else None,
+            score=self.grid.score,
+            contamination=str(self.runs_dir / CONTAMINATION_FILE),
+            output=str(path),
+            jobs_per_gpu=self._places.jobs_per_gpu,
+        )
+
+        def end(code: int) -> str | None:
+            if not path.is_file():
+                return _last_line(log, code)
+            seconds.append(read_scores(path).seconds)
+            return None
+
+        return Job(
+            f"score {key.folder if key else 'base'}",
+            [*self._score, request.model_dump_json()],
+            log,
+            lambda: log.unlink(missing_ok=True),
+            end,
+            lambda: max(seconds, default=None),
+        )
+
+    def _tidy(self) -> None:
+        """Drop the weights that no stage needs any more, unless all are kept."""
+        if self.grid.keep == "all":
+            return
+        needed = {*self.best(), *(key for key in self.to_score() if not self._scores(key).is_file())}
+        for key in self._done():
+            if key not in needed:
+                shutil.rmtree(self.runs_dir / key.folder / ADAPTER_FOLDER, ignore_errors=True)
+
+
+def _known_keys(grid: Grid) -> set[str]:
+    """Axolotl's keys, and those of the plugins that the grid names.
+
+    Raises:
+        GridError: a plugin cannot be loaded.
+    """
+    known = set()
+    models: list[Any] = [AxolotlInputConfig, SupertuneArgs]
+    every = [grid.base_settings, *(method.settings for method in grid.methods.values())]
+    for name in dict.fromkeys(name for settings in every for name in settings.get("plugins") or []):
+        if name in (SUPERTUNE, RECORD):
+            continue
+        try:
+            module, _, plugin = name.rpartition(".")
+            dotted = getattr(importlib.import_module(module), plugin)().get_input_args()
+            if dotted:
+                module, _, arguments = dotted.rpartition(".")
+                models.append(getattr(importlib.import_module(module), arguments))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise GridError(f"plugins: {name} cannot be loaded: {error}; install it, or remove it.") from error
+    for model in models:
+        known |= set(model.model_fields)
+        known |= {field.alias for field in model.model_fields.values() if field.alias}
+    return known
+
+
+def _make_ready(folder: Path, *, resumable: bool) -> None:
+    """Leave of an earlier attempt what a new one goes on from: whole checkpoints of the same YAML, or nothing."""
+    for name in (RUN_FILE, SCORES_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for checkpoint in _checkpoints(folder):
+        if not _is_whole(checkpoint):
+            shutil.rmtree(checkpoint)
+    if not (resumable and _checkpoints(folder)):
+        shutil.rmtree(folder / ADAPTER_FOLDER, ignore_errors=True)
+        (folder / LOG_FILE).unlink(missing_ok=True)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in (folder / ADAPTER_FOLDER).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))  # the Trainer writes it last
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(path.name != NORMS_FILE for path in (folder / ADAPTER_FOLDER).glob("*.safetensors"))
+
+
+def _as_yaml(settings: dict[str, Any]) -> str:
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _tail(log: Path, code: int) -> str:
+    """How a process ended, and the last lines that it printed."""
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    # Progress bars overwrite a line with carriage returns.
+    lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    return "\n".join([f"ended with {ended}", *lines[-_TAIL:]])
+
+
+def _last_line(log: Path, code: int) -> str:
+    """What to print of a failure: how the process ended, the last line, and where the others are."""
+    ended, *lines = _tail(log, code).split("\n")
+    return f"{ended}: {lines[-1].strip()} ({log})"

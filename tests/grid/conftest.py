@@ -1,0 +1,80 @@
+"""Grids in a folder of their own, and sweeps whose processes are stand-ins that take milliseconds."""
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("AXOLOTL_DO_NOT_TRACK", "1")
+
+import pytest
+import yaml
+from grid_cases import BASE, MAGNITUDE
+from rich.console import Console
+
+FAKES = Path(__file__).parent / "fakes"
+COMMANDS = {
+    name: [sys.executable, "-S", str(FAKES / f"{name}.py")] for name in ("train", "score", "prepare", "contamination")
+}
+
+
+@pytest.fixture
+def write_grid(tmp_path, monkeypatch):
+    """A function (base={}, **keys) → the path of a GRID file; None drops a key."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+
+    def write(base=None, **keys):
+        grid = {
+            "base": "base.yml",
+            "output_dir": "runs",
+            "methods": {"lora": {"adapter": "lora"}, "magnitude": MAGNITUDE},
+            "learning_rates": [1e-4, 1e-3],
+            **keys,
+        }
+        settings = {**BASE, **(base or {})}
+        for name, mapping in {"base.yml": settings, "grid.yml": grid}.items():
+            kept = {key: value for key, value in mapping.items() if value is not None}
+            (tmp_path / name).write_text(yaml.safe_dump(kept, sort_keys=False))
+        return tmp_path / "grid.yml"
+
+    return write
+
+
+class Stage:
+    """Where stand-ins run: `plan` says what they do, `calls` what they did."""
+
+    def __init__(self, folder, write):
+        self.folder, self._write = folder, write
+        self.plan = {"calls": str(folder / "calls.jsonl")}
+        self.printed = ""
+
+    def sweep(self, grid, places=None, until="score", **options):
+        from axolotl_supertune.grid.jobs import Places
+        from axolotl_supertune.grid.sweep import Sweep
+
+        self.write_plan()
+        out = io.StringIO()
+        try:
+            sweep = Sweep(grid, places or Places(()), Console(file=out, width=200), **COMMANDS, **options)
+            return sweep.sweep(until)
+        finally:
+            self.printed = out.getvalue()
+
+    def write_plan(self):
+        (self.folder / "plan.json").write_text(json.dumps(self.plan))
+
+    def calls(self, kind=None):
+        """What ran since the last time, in its order."""
+        path = Path(self.plan["calls"])
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        path.unlink(missing_ok=True)
+        return [line[kind] for line in lines if kind in line] if kind else lines
+
+
+@pytest.fixture
+def stage(tmp_path, write_grid, monkeypatch):
+    monkeypatch.setenv("FAKE_PLAN", str(tmp_path / "plan.json"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return Stage(tmp_path, write_grid)

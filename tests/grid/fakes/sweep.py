@@ -1,0 +1,15 @@
+"""A sweep in a process of its own, to be killed: GRID."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from axolotl_supertune.grid.jobs import Places
+from axolotl_supertune.grid.sweep import Sweep
+
+here = Path(__file__).parent
+fakes = {
+    name: [sys.executable, "-S", str(here / f"{name}.py")] for name in ("train", "score", "prepare", "contamination")
+}
+Sweep(Path(sys.argv[1]), Places(()), Console(), **fakes).sweep()

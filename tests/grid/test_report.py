@@ -1,0 +1,431 @@
+"""`axolotl supertune report`, from the records of a grid to its files."""
+
+import csv
+import functools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from grid_records import grid, make_run, make_scores, save_records
+
+from axolotl_supertune.grid.figures import figures
+from axolotl_supertune.grid.findings import find
+from axolotl_supertune.grid.report import FIGURES, TABLES, report
+from axolotl_supertune.grid.runs import SCORES_FILE, BenchmarkScores, Run, Scores, read_runs, read_scores
+from axolotl_supertune.grid.statistics import Interval
+from axolotl_supertune.grid.tables import latex, tables
+
+GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_FILES = ("report.md", "summary.csv", "differences.csv", "learning_rates.csv", "accuracy_published.tex")
+
+
+def run_report(*arguments):
+    return CliRunner().invoke(report, [str(argument) for argument in arguments])
+
+
+def notes(*arguments):
+    found = find(*arguments, resamples=200)
+    return "\n".join(found.notes)
+
+
+def rows(path):
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Write runs, each with its scores or None, into a RUNS_DIR; returns that folder."""
+    return functools.partial(save_records, tmp_path / "runs")
+
+
+@pytest.fixture
+def small(save):
+    records, base = grid()
+    return save(*records, base=base)
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """The folder of a whole report on `grid`."""
+    records, base = grid()
+    runs_dir = save_records(tmp_path_factory.mktemp("grid") / "runs", *records, base=base)
+    result = run_report(runs_dir)
+    assert result.exit_code == 0, result.output
+    return runs_dir / "report"
+
+
+def tables_of(runs_dir, **settings):
+    return {table.name: table for table in tables(find(runs_dir, **{"resamples": 200, **settings}))}
+
+
+def test_the_whole_report(reported):
+    """Against tests/grid/golden; make_golden.py writes it anew."""
+    expected = {f"{name}.{kind}" for name in TABLES for kind in ("csv", "tex")}
+    expected |= {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    assert {path.name for path in reported.iterdir()} == expected | {"report.md", "report.json"}
+    for name in GOLDEN_FILES:
+        assert (reported / name).read_text(encoding="utf-8") == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+def test_the_same_records_give_the_same_files(reported, small, tmp_path):
+    assert run_report(small, "--output", tmp_path / "second").exit_code == 0
+    for path in reported.iterdir():
+        content = (tmp_path / "second" / path.name).read_bytes()
+        assert content == path.read_bytes(), path.name
+        assert str(tmp_path).encode() not in content
+        if path.suffix == ".svg":
+            assert b"<svg" in content
+            assert not re.search(rb"<dc:date>|Matplotlib v", content)
+
+
+def test_pictures_show_something(reported):
+    for name in FIGURES:
+        image = matplotlib.image.imread(reported / f"{name}.png")[..., :3]
+        coloured = (image.max(-1) - image.min(-1)) > 0.2
+        assert coloured.sum() > 300, name
+
+
+def test_json_holds_what_the_tables_do(reported):
+    contents = json.loads((reported / "report.json").read_text(encoding="utf-8"))
+    assert (contents["resamples"], contents["bootstrap_seed"], contents["reference"]) == (10_000, 0, "lora")
+    assert set(contents["tables"]) == set(TABLES)
+    for name, records in contents["tables"].items():
+        for record, row in zip(records, rows(reported / f"{name}.csv"), strict=True):
+            assert {key: "" if value is None else str(value) for key, value in record.items()} == row
+    assert any(note.startswith("Failed: supra-0.8") for note in contents["notes"])
+
+
+def test_test_scores_have_no_say_in_the_rate(save):
+    """Every scores.json is replaced by its opposite, and scores appear at the other rates: the choice stays."""
+    records, base = grid()
+    runs_dir = save(*records, base=base)
+    before = find(runs_dir, resamples=100)
+    for run, _ in records:
+        if run.status == "done":
+            make_scores(run.key, 0.99 if run.key.learning_rate != 5e-4 else 0.01).write(
+                runs_dir / run.key.folder / SCORES_FILE
+            )
+    after = find(runs_dir, resamples=100)
+    assert after.choices == before.choices
+    assert [result.choice for result in after.results] == [result.choice for result in before.results]
+    assert after.comparisons != before.comparisons
+
+
+def hand(key, correct, strict, nll):
+    """AddSub with four items, of which the first is not clean, AQuA with two."""
+    return Scores(
+        key=key,
+        seconds=1,
+        benchmarks={
+            "AQuA": BenchmarkScores(
+                correct=correct[4:], correct_strict=strict[4:], clean="11", gold_nll=[nll], gold_tokens=[2]
+            ),
+            "AddSub": BenchmarkScores(
+                correct=correct[:4], correct_strict=strict[:4], clean="0111", gold_nll=[2 * nll, 3], gold_tokens=[3, 5]
+            ),
+        },
+    )
+
+
+def test_the_numbers_by_hand(save):
+    lora, ours, second = (make_run(*each) for each in (("lora", 1e-4), ("supra", 1e-4), ("supra", 1e-4, 1)))
+    runs_dir = save(
+        (lora, hand(lora.key, "110010", "100000", 1.0)),
+        (ours, hand(ours.key, "111110", "111000", 0.5)),
+        (second, hand(second.key, "111011", "111011", 1.5)),
+    )
+    made = tables_of(runs_dir)
+    summary = {row["method"]: row for row in made["summary"].records}
+    assert set(summary) == {"base", "lora", "supra"}
+    assert summary["lora"]["accuracy_published_all"] == (2 / 4 + 1 / 2) / 2
+    assert summary["lora"]["accuracy_published_clean"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert summary["lora"]["accuracy_published_all_sd"] is None
+    assert summary["lora"]["accuracy_strict_all"] == (1 / 4 + 0) / 2
+    means = [(4 / 4 + 1 / 2) / 2, (3 / 4 + 2 / 2) / 2]
+    assert summary["supra"]["accuracy_published_all"] == np.mean(means)
+    assert summary["supra"]["accuracy_published_all_sd"] == pytest.approx(np.std(means, ddof=1))
+    pooled = [(1 + 3 + 0.5) / 10, (3 + 3 + 1.5) / 10]
+    assert summary["supra"]["gold_nll"] == pytest.approx(np.mean(pooled))
+    assert summary["supra"]["perplexity"] == pytest.approx(np.mean(np.exp(pooled)))
+    compared = {row["metric"]: row for row in made["differences"].records}
+    assert compared["accuracy"]["difference"] == pytest.approx(100 * (np.mean(means) - 0.5))
+    assert compared["accuracy"]["by_seed"] == "0:25.0"
+    assert compared["gold_nll"]["difference"] == pytest.approx(np.mean(pooled) - 0.6)
+    records = made["accuracy_published"].records
+    found = {(row["method"], row["benchmark"], row["items"]): (row["n"], row["accuracy"]) for row in records}
+    assert found["lora", "AddSub", "all"] == (4, 0.5)
+    assert found["lora", "AddSub", "clean"] == (3, pytest.approx(1 / 3))
+    assert list(dict.fromkeys(row["benchmark"] for row in records)) == ["AddSub", "AQuA", "mean"]
+    assert "AddSub (4 / 3)" in made["accuracy_published"].headings
+
+
+def test_better_is_said_only_where_the_interval_says_so(small):
+    found = find(small)
+    for each in found.comparisons:
+        excludes = each.interval.low > 0 or each.interval.high < 0
+        assert (each.verdict in ("better", "worse")) == excludes
+    said = {(each.metric.name, each.result.method): each.said for each in found.comparisons}
+    assert said["accuracy", "supra-0.8"] == "better"
+    assert said["accuracy", "full"] == "worse (one seed)"
+    assert said["gold_nll", "supra-0.8"] == "no difference seen"
+    assert said["accuracy", "super-bottom"] == "no difference seen"
+
+
+def test_a_verdict_that_one_seed_contradicts_says_so(save):
+    runs = [make_run(method, 1e-4, seed) for method in ("lora", "supra") for seed in (0, 1)]
+    shares = {("supra", 0): 0.99, ("supra", 1): 0.02}
+    runs_dir = save(*((run, make_scores(run.key, shares.get((run.key.method, run.key.seed), 0.15))) for run in runs))
+    said = [each.said for each in find(runs_dir).comparisons if each.metric.name == "accuracy"]
+    assert said == ["better (not in every seed)"]
+
+
+def test_a_verdict_that_does_not_survive_the_number_of_comparisons_says_so(small):
+    each = find(small, resamples=1000).comparisons[0]
+    assert each.doubts == ["one seed"]
+    assert replace(each, holm=0.051).doubts == ["not after Holm", "one seed"]
+    assert replace(each, holm=0.051, interval=Interval(-0.1, -0.2, 0.1, 0.02)).doubts == []
+
+
+def test_a_verdict_on_few_items_says_so(save):
+    """Two questions that one method knows and the other does not: an interval of no width."""
+    runs = [make_run(method, 1e-4) for method in ("lora", "super")]
+    few = {"items": (("AddSub", 60), ("AQuA", 2))}
+    runs_dir = save(*((run, make_scores(run.key, share, **few)) for run, share in zip(runs, (0.0, 1.0), strict=True)))
+    said = {each.metric.name: each.said for each in find(runs_dir).comparisons}
+    assert said["accuracy"] == "better (few items, one seed)"
+    assert "few items" not in said["gold_nll"]
+
+
+def test_a_reference_of_one_seed_is_one_seed(save):
+    runs = [make_run("lora", 1e-4), make_run("super", 1e-4), make_run("super", 1e-4, seed=1)]
+    shares = (0.1, 0.9, 0.9)
+    runs_dir = save(*((run, make_scores(run.key, share)) for run, share in zip(runs, shares, strict=True)))
+    assert [each.said for each in find(runs_dir).comparisons][:1] == ["better (one seed)"]
+
+
+def test_what_is_missing_is_named(save):
+    records, base = grid()
+    records += [
+        (make_run("sift", 1e-4, nll=None), None),
+        (make_run("rosa", 1e-4), None),
+        (make_run("rosa", 5e-4, nll=float("nan")), None),
+        (make_run("rosa", 1e-4, seed=1, nll=None), None),
+        (make_run("heavy", 1e-4, trainable_parameters=1006), make_scores(make_run("heavy", 1e-4).key, 0.4)),
+        (make_run("blind", 1e-4, eval_losses=[]), None),
+        (make_run("super-bottom", 1e-3, seed=5, nll=None), None),
+    ]
+    runs_dir = save(*records, base=base)
+    unfinished = runs_dir / "supra-0.8" / "lr0.05-ep1-seed0"
+    unfinished.mkdir()
+    (unfinished / "config.yml").touch()
+    text = notes(runs_dir)
+    for expected in (
+        "Failed: sift/lr0.0001-ep1-seed0: RuntimeError: boom",
+        "No rate could be chosen for sift",
+        "Diverged: rosa/lr0.0005-ep1-seed0: validation NLL nan",
+        "Missing seeds: rosa: 1 at 0.0001",
+        "Not scored: rosa: seed 0",
+        "At the lowest rate that was tried, so that a better one may lie below: full (0.0001), rosa (0.0001).",
+        "At the highest rate that was tried, so that a better one may lie above: super-bottom (0.001).",
+        "Missing seeds: super-bottom: 5 at 0.001",
+        "Only one rate was tried, so that none was chosen: heavy (0.0001).",
+        "Off its budget by more than 0.5%: heavy, seed 0: 1,006 parameters trained, 1,000 allowed (100.60%)",
+        "Without a validation NLL, and so never chosen: blind/lr0.0001-ep1-seed0",
+        "No rate could be chosen for blind",
+        "Not finished: supra-0.8/lr0.05-ep1-seed0",
+        "Compared with lora's seeds 0, 1, 2, though scored with 0: full, heavy, super-bottom",
+    ):
+        assert expected in text
+    assert "Off its budget by more than 0.5%: full" not in text
+
+
+def test_training_alone(save):
+    """No scores yet: rates and curves, no accuracies, no comparisons, and none left of an earlier report."""
+    records, _ = grid()
+    runs_dir = save(*((run, None) for run, _ in records))
+    output = runs_dir / "report"
+    output.mkdir()
+    for name in ("differences.svg", "accuracy_published.csv", "mine.txt"):
+        (output / name).touch()
+    result = run_report(runs_dir)
+    assert result.exit_code == 0, result.output
+    assert "No scores yet" in result.output
+    tabled = {f"{name}.{kind}" for name in ("summary", "cost", "learning_rates") for kind in ("csv", "tex")}
+    drawn = {f"{name}.{kind}" for name in ("curves", "learning_rates") for kind in ("png", "svg")}
+    assert {path.name for path in output.iterdir()} == tabled | drawn | {"report.md", "report.json", "mine.txt"}
+    page = (output / "report.md").read_text(encoding="utf-8")
+    assert "better" not in page.replace("so that a better one may lie", "")
+    assert "| base (before training) | – | – | – | 1.4000 |" in page
+
+
+def test_without_the_reference(small):
+    assert "No differences: the reference dora was not trained." in notes(small, "dora")
+    for path in small.glob(f"lora/*/{SCORES_FILE}"):
+        path.unlink()
+    found = find(small)
+    assert "No differences: the reference lora was not scored." in found.notes
+    assert "differences" not in tables_of(small)
+    assert set(figures(found)) == {"curves", "learning_rates", "cost"}
+
+
+def test_without_contamination_report_or_gold_targets(save):
+    run, other = make_run("lora", 1e-4), make_run("super", 1e-4)
+    runs_dir = save(*((each, make_scores(each.key, 0.5, clean=False, targets=0)) for each in (run, other)))
+    text = notes(runs_dir)
+    assert "No contamination report" in text
+    assert "The gold targets were not scored" in text
+    found = find(runs_dir, resamples=100)
+    assert [each.metric.name for each in found.comparisons] == ["accuracy"]
+    assert run_report(runs_dir).exit_code == 0
+
+
+def test_benchmark_without_a_clean_item(save):
+    runs = [make_run(method, 1e-4) for method in ("lora", "super")]
+    scored = [make_scores(run.key, 0.5, items=(("AddSub", 40), ("AQuA", 1))) for run in runs]
+    runs_dir = save(*zip(runs, scored, strict=True))
+    assert "No clean item in AQuA: there is no mean over clean items." in notes(runs_dir)
+    found = find(runs_dir, resamples=100)
+    assert [each.metric.name for each in found.comparisons] == ["accuracy", "gold_nll"]
+    assert tables_of(runs_dir)["accuracy_published"].rows[0][-1].endswith(" / –")
+
+
+def test_epochs_are_compared_within_themselves(save):
+    runs = [make_run(method, 1e-4, epochs=epochs) for method in ("lora", "super") for epochs in (1, 3)]
+    runs_dir = save(*((run, make_scores(run.key, 0.5)) for run in runs))
+    found = find(runs_dir, resamples=100)
+    assert {(each.result.epochs, each.reference.epochs) for each in found.comparisons} == {(1, 1), (3, 3)}
+    assert found.name("super", 3) == "super (3 epochs)"
+    # One family of tests a metric, over all epochs.
+    by_metric = [each for each in found.comparisons if each.metric.name == "accuracy"]
+    assert all(each.holm >= each.interval.p for each in by_metric)
+    assert {row["comparisons"] for row in tables(found)[1].records} == {2}
+
+
+def test_a_limit_is_marked(save):
+    runs = [make_run(method, 1e-4) for method in ("lora", "super")]
+    runs_dir = save(*((run, make_scores(run.key, 0.5, limit=40)) for run in runs))
+    assert "NOT THE WHOLE TEST SETS: scored with a limit of 40 items" in notes(runs_dir)
+
+
+def test_shared_devices_are_marked(save):
+    run = make_run("lora", 1e-4, jobs_per_gpu=8)
+    other = make_run("super", 1e-4, device="Another GPU")
+    runs_dir = save((run, make_scores(run.key, 0.5)), (other, make_scores(other.key, 0.5)))
+    text = notes(runs_dir)
+    assert "shared their device" in text
+    assert "different devices (Another GPU, One GPU)" in text
+    cost = tables_of(runs_dir)["cost"]
+    assert [row[-3:] for row in cost.rows] == [["40‡", "1.50", "8"], ["40", "1.50", "1"]]
+    assert [row["times_comparable"] for row in cost.records] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"items": (("AddSub", 10), ("AQuA", 40))}, "AddSub: 10 items, not 60 (another limit?)"),
+        ({"items": (("AddSub", 60),)}, "no AQuA"),
+        ({"clean": False}, "AddSub: other clean items (another contamination report, or none)"),
+        ({"targets": 0}, "AQuA: 0 gold targets, not 20"),
+        ({"asked": {"max_gen_toks": 64}}, "asked with [('max_gen_toks', 64)], not []"),
+    ],
+)
+def test_scores_of_other_questions_are_refused(save, changes, message):
+    runs = [make_run(method, 1e-4) for method in ("lora", "super", "supra")]
+    scored = [make_scores(run.key, 0.5, **(changes if run.key.method == "supra" else {})) for run in runs]
+    runs_dir = save(*zip(runs, scored, strict=True))
+    result = run_report(runs_dir)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert str(Path("supra") / "lr0.0001-ep1-seed0" / SCORES_FILE) in result.output
+    assert str(Path("lora") / "lr0.0001-ep1-seed0") not in result.output
+    assert not (runs_dir / "report").exists()
+
+
+def test_nothing_to_report(tmp_path, save):
+    result = run_report(tmp_path)
+    assert result.exit_code == 1
+    assert "holds no run that finished" in result.output
+    runs_dir = save((make_run("lora", 1e-4, nll=None), None))
+    assert "holds no run that finished" in run_report(runs_dir).output
+
+
+def test_no_rate_for_anyone(save):
+    """Every run diverged: the report says so, and has no method."""
+    runs_dir = save((make_run("lora", 1e-4, nll=float("inf")), None))
+    result = run_report(runs_dir)
+    assert result.exit_code == 1
+    assert "no method has a run with a finite validation NLL" in result.output
+
+
+def test_damaged_records_are_named(small):
+    path = small / "lora" / "lr0.0005-ep1-seed1" / SCORES_FILE
+    path.write_text("{", encoding="utf-8")
+    assert str(path) in run_report(small).output
+    other = make_run("lora", 1e-4)
+    make_scores(other.key, 0.5).write(path)
+    assert "is not of the run beside it" in run_report(small).output
+
+
+def test_latex_is_escaped_and_whole(save):
+    run = make_run("lo_ra&50%", 5e-4)
+    found = find(save((run, make_scores(run.key, 0.5))))
+    for table in tables(found):
+        text = latex(table)
+        body = text.split(r"\midrule")[1].split(r"\bottomrule")[0]
+        assert r"lo\_ra\&50\%" in body
+        assert r"$5\cdot10^{-4}$" in text
+        for line in body.strip().splitlines():
+            assert line.endswith(r" \\")
+            assert len(re.findall(r"(?<!\\)&", line)) == len(table.headings) - 1
+        assert text.isascii()
+
+
+def test_records_that_diverged_survive_the_disk(tmp_path):
+    """JSON has no NaN, and a loss of null would not be read."""
+    run = make_run("lora", 1e-4, nll=float("nan"))
+    run.write(tmp_path / run.key.folder / "run.json")
+    (again,) = read_runs(tmp_path)
+    assert np.isnan(again.validation_nll)
+    assert again.losses == run.losses
+    json.loads(
+        (tmp_path / run.key.folder / "run.json").read_text(encoding="utf-8"),
+        parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
+    )
+
+
+def test_a_run_in_the_folder_of_another_is_refused(tmp_path):
+    run = make_run("lora", 1e-4)
+    run.write(tmp_path / "lora" / "copy" / "run.json")
+    with pytest.raises(ValueError, match=r"copy/run\.json is of the run lora/lr0\.0001-ep1-seed0"):
+        read_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"correct": "10x"}, "correct"),
+        ({"correct_strict": "1"}, "must hold as many"),
+        ({"clean": "1"}, "must hold as many"),
+        ({"correct": "", "correct_strict": ""}, "at least one"),
+        ({"gold_tokens": [3]}, "gold_nll holds 0 targets, gold_tokens 1"),
+    ],
+)
+def test_scores_that_contradict_themselves_are_refused(tmp_path, changes, message):
+    benchmark = {"correct": "101", "correct_strict": "100", **changes}
+    path = tmp_path / SCORES_FILE
+    path.write_text(json.dumps({"benchmarks": {"AddSub": benchmark}, "seconds": 1}), encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"(?s){re.escape(str(path))}.*{message}"):
+        read_scores(path)
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path):
+    run = make_run("lora", 1e-4)
+    run.write(tmp_path / run.key.folder / "run.json")
+    assert read_runs(tmp_path) == [run]
+    assert isinstance(read_runs(tmp_path)[0], Run)

@@ -1,0 +1,183 @@
+"""What a run of a grid records, and a sweep with Axolotl's own commands."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from axolotl_supertune import ActivationNorms
+from axolotl_supertune.grid.grid import RECORD, SUPERTUNE
+from axolotl_supertune.grid.jobs import Places
+from axolotl_supertune.grid.record import VARIABLE
+from axolotl_supertune.grid.runs import RunKey, read_run
+from axolotl_supertune.grid.sweep import Sweep
+from axolotl_supertune.prompt import alpaca_prompt
+
+KEY = RunKey(method="mine", learning_rate=5e-3, epochs=1, seed=0)
+KNOWN = {"key": KEY.model_dump(), "config_sha256": "0" * 64, "jobs_per_gpu": 3}
+
+
+@pytest.fixture
+def data(problems, tmp_path):
+    """The word problems, the last 11 of them apart: (training, validation)."""
+    lines = problems[0].read_text().splitlines(keepends=True)
+    for name, part in (("train", lines[:-11]), ("valid", lines[-11:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    return tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
+
+
+@pytest.fixture
+def recorded(settings, data, monkeypatch, tmp_path):
+    """A function (**changes) → the YAML mapping of a run that a sweep started; 37 records in batches of 4: 10 steps."""
+    monkeypatch.setenv(VARIABLE, json.dumps(KNOWN))
+
+    def make(**changes):
+        return settings(
+            plugins=[SUPERTUNE, RECORD],
+            datasets=[{"path": str(data[0]), "type": "alpaca"}],
+            test_datasets=[{"path": str(data[1]), "type": "alpaca", "split": "train"}],
+            val_set_size=None,
+            max_steps=None,
+            num_epochs=1,
+            micro_batch_size=4,
+            eval_batch_size=4,
+            eval_steps=4,
+            save_steps=6,
+            output_dir=str(tmp_path / "run" / "adapter"),
+            **changes,
+        )
+
+    return make
+
+
+def nll(model, tokenizer, path):
+    """Nats a target token, one record at a time."""
+    nats = tokens = 0
+    for record in map(json.loads, path.read_text().splitlines()):
+        prompt = tokenizer(alpaca_prompt(record["instruction"]))["input_ids"]
+        target = tokenizer(record["output"] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            logits = model.eval()(torch.tensor([prompt + target])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        nats -= logits.gather(1, torch.tensor(target)[:, None]).sum().item()
+        tokens += len(target)
+    return nats / tokens
+
+
+def test_a_run_records_what_it_measured(recorded, train, base, data, tmp_path):
+    mapping = recorded(lora_r=2)
+    trainer = train(mapping)
+    run = read_run(tmp_path / "run" / "run.json")
+    assert run.key == KEY
+    assert run.config_sha256 == KNOWN["config_sha256"]
+    assert run.jobs_per_gpu == 3
+    assert run.status == "done"
+    history = trainer.state.log_history
+    assert run.losses == [(entry["step"], float(entry["loss"])) for entry in history if "loss" in entry]
+    assert [step for step, _ in run.losses] == list(range(1, 11))
+    assert run.steps == 10
+    assert [step for step, _ in run.eval_losses] == [0, 4, 8, 10], "the last step is no multiple of eval_steps"
+    assert run.trainable_parameters == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert run.budget_parameters == run.trainable_parameters
+    assert run.train_seconds == pytest.approx(float(next(e["train_runtime"] for e in history if "train_runtime" in e)))
+    assert run.seconds > run.train_seconds
+    assert run.peak_memory_gib is None
+    assert run.device == "cpu"
+    assert {"axolotl-supertune", "axolotl", "peft", "transformers", "torch"} <= run.versions.keys()
+
+    # 11 records of different lengths in batches of 4, 4 and 3: a mean of batches would be another number.
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert math.isclose(run.eval_losses[0][1], nll(plain, tokenizer, data[1]), rel_tol=1e-5)
+    trained = PeftModel.from_pretrained(plain, mapping["output_dir"])
+    assert math.isclose(run.validation_nll, nll(trained, tokenizer, data[1]), rel_tol=1e-5)
+    means = [float(entry["eval_loss"]) for entry in history if "eval_loss" in entry]
+    assert not math.isclose(run.validation_nll, means[-1], rel_tol=1e-5)
+
+
+class StopAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_a_run_that_goes_on_records_all_of_it(recorded, train, tmp_path, monkeypatch, adapter):
+    lora = {"lora_r": 2, "lora_alpha": 16, "lora_target_linear": True} if adapter else {}
+    kernels = {f"lora_{kernel}_kernel": False for kernel in ("mlp", "qkv", "o")}
+    calibration = dict.fromkeys(("calibration_dataset", "calibration_samples", "calibration_sequence_len"))
+    mapping = recorded(adapter=adapter, auto_resume_from_checkpoints=True, **lora, **kernels, **calibration)
+    with monkeypatch.context() as patched:
+        from axolotl_supertune.grid.record import RecordPlugin
+
+        record = RecordPlugin.add_callbacks_post_trainer
+        patched.setattr(
+            RecordPlugin,
+            "add_callbacks_post_trainer",
+            lambda self, cfg, trainer: [*record(self, cfg, trainer), StopAt()],
+        )
+        with pytest.raises(KeyboardInterrupt):
+            train(mapping)
+    assert not (tmp_path / "run" / "run.json").exists()
+    trainer = train(mapping)
+    run = read_run(tmp_path / "run" / "run.json")
+    assert [step for step, _ in run.losses] == list(range(1, 11))
+    assert {0, 4, 8, 10} <= {step for step, _ in run.eval_losses}
+    assert run.train_seconds is None
+    assert run.trainable_parameters == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert run.budget_parameters == (run.trainable_parameters if adapter else None)
+
+
+def test_the_plugin_says_what_it_is_for(recorded, train, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ValueError, match=f"{VARIABLE} is not set: to train this YAML alone, drop the plugin"):
+        train(recorded(mask_score="magnitude"))
+
+
+def test_a_sweep_runs_axolotls_own_commands(settings, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
+        monkeypatch.setenv(name, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}[name])
+    shared = settings(
+        adapter=None,
+        plugins=None,
+        datasets=[{"path": "train.jsonl", "type": "alpaca"}],
+        test_datasets=[{"path": "valid.jsonl", "type": "alpaca", "split": "train"}],
+        dataset_prepared_path=None,
+        eval_steps=5,
+        output_dir=None,
+        **dict.fromkeys(("val_set_size", "max_steps", "learning_rate", "seed", "save_steps")),
+    )
+    (tmp_path / "base.yml").write_text(yaml.safe_dump({**shared, "save_strategy": "no"}))
+    grid = {
+        "base": "base.yml",
+        "output_dir": "runs",
+        "methods": {"wanda": {"adapter": "super", "sparse_direction": "top", "lora_r": 2}},
+        "learning_rates": [5e-3],
+    }
+    (tmp_path / "grid.yml").write_text(yaml.safe_dump(grid))
+    sweep = Sweep(tmp_path / "grid.yml", Places(()), Console(width=200))
+    assert sweep.sweep("choose"), "\n".join(path.read_text()[-2000:] for path in (tmp_path / "runs").rglob("*.log"))
+    folder = tmp_path / "runs/wanda/lr0.005-ep1-seed0"
+    run = read_run(folder / "run.json")
+    assert run.steps == 19
+    assert [step for step, _ in run.eval_losses] == [0, 5, 10, 15, 19]
+    assert run.validation_nll < run.eval_losses[0][1]
+    assert run.seconds > 1
+    assert (folder / "adapter/adapter_model.safetensors").is_file()
+    [norms] = (tmp_path / "runs/calibration").glob("*.safetensors")
+    assert ActivationNorms.load(norms).provenance["samples"] == 4
+    assert not (folder / "adapter/activation_norms.safetensors").exists(), "it calibrated once more"
+    log = (folder / "log.txt").read_text()
+    assert "Loading prepared dataset from disk" in log, "it tokenized once more"
+    assert len(list((tmp_path / "runs/prepared").iterdir())) >= 2
+
+    sweep = Sweep(tmp_path / "grid.yml", Places(()), Console(width=200))
+    before = (folder / "run.json").stat()
+    assert sweep.sweep("choose")
+    assert (folder / "run.json").stat().st_mtime_ns == before.st_mtime_ns

@@ -1,0 +1,154 @@
+"""`axolotl supertune overlap`: what adapters' supports share, and what is refused."""
+
+import csv
+import io
+import itertools
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+
+from axolotl_supertune import SupraConfig, calibrate
+from axolotl_supertune.overlap import POOLED, Overlap, Support, overlap, overlaps, short_names
+
+
+@pytest.fixture
+def make(tiny_llama, tmp_path):
+    """Save an adapter of the tiny Llama, untrained: its support is chosen all the same."""
+
+    def make(name, base=None, norms=None, **knobs):
+        config = SupraConfig(**{"r0": 4, "mask_score": "magnitude", "supra_lambda": 0, **knobs}, activation_norms=norms)
+        model = get_peft_model(base if base is not None else tiny_llama(), config)
+        model.save_pretrained(tmp_path / name / "adapter")
+        return tmp_path / name / "adapter"
+
+    return make
+
+
+def run(*arguments):
+    return CliRunner().invoke(overlap, [str(argument) for argument in arguments])
+
+
+def support(indices, rows=4, columns=5):
+    return Support(rows, columns, torch.tensor(sorted(indices), dtype=torch.int64))
+
+
+sets = st.sets(st.integers(0, 19))
+
+
+@given(st.lists(st.tuples(sets, sets), min_size=1, max_size=4))
+def test_as_sets_have_it(layers):
+    first, second = ({f"layers.{at}.q": support(pair[side]) for at, pair in enumerate(layers)} for side in (0, 1))
+    found = {each.layer: each for each in overlaps({"a": first, "b": second})}
+    for at, (a, b) in enumerate(layers):
+        each = found[f"layers.{at}.q"]
+        assert (each.size, each.in_a, each.in_b, each.shared) == (20, len(a), len(b), len(a & b))
+        assert each.jaccard == (len(a & b) / len(a | b) if a | b else None)
+    union = sum(len(a | b) for a, b in layers)
+    assert found[POOLED].jaccard == (sum(len(a & b) for a, b in layers) / union if union else None)
+    assert ("*.q" in found) == (len(layers) > 1)
+
+
+def test_what_chance_gives():
+    """All pairs of supports with 6 and 4 of 12 entries: the mean Jaccard index, exact to a part in their number."""
+    mine = set(range(6))
+    all_pairs = [mine & set(other) for other in itertools.combinations(range(12), 4)]
+    mean = sum(len(shared) / (10 - len(shared)) for shared in all_pairs) / len(all_pairs)
+    each = Overlap("a", "b", "q", 12, 6, 4, 0, 6 * 4 / 12)
+    assert each.chance == sum(map(len, all_pairs)) / len(all_pairs)
+    assert each.expected == pytest.approx(mean, rel=1 / 10)
+    torch.manual_seed(0)
+    drawn = {name: {"q": support(torch.randperm(40_000)[:8000].tolist(), 200, 200)} for name in "ab"}
+    (total,) = (each for each in overlaps(drawn) if each.layer == POOLED)
+    assert total.jaccard == pytest.approx(total.expected, rel=0.05)
+    assert total.expected == pytest.approx(1 / 9)
+
+
+def test_ends_of_the_scores_and_one_support_twice(make):
+    bottom, top = make("bottom"), make("top", sparse_direction="top")
+    again = make("again", lora_alpha=32)
+    hybrid = make("hybrid", sparse_direction="hybrid", hybrid_beta=0.25)
+    result = run(bottom, top, again, hybrid, "--json")
+    assert result.exit_code == 0, result.output
+    pooled = {(each["a"], each["b"]): each for each in json.loads(result.output) if each["layer"] == POOLED}
+    assert len(pooled) == 6
+    assert pooled["bottom", "top"]["shared"] == 0
+    assert pooled["bottom", "again"]["jaccard"] == 1
+    # 3/4 of the entries are bottom's: 3 / (4 + 4 − 3).
+    assert pooled["bottom", "hybrid"]["jaccard"] == pytest.approx(0.6, rel=0.01)
+    assert pooled["top", "hybrid"]["jaccard"] == pytest.approx(1 / 7, rel=0.02)
+
+
+def test_two_calibrations(make, llama, ids):
+    """What the calibration ablation asks: the same score, on norms of one text and of another."""
+    supports = []
+    for name, tokens in (("one", ids), ("other", ids.flip(0) * 3 % 97)):
+        supports.append(make(name, norms=calibrate(llama, [tokens], progress=False), mask_score="wanda", r0=2))
+    result = run(*supports, "--json")
+    assert result.exit_code == 0, result.output
+    total = json.loads(result.output)[-1]
+    assert (total["a"], total["b"], total["layer"]) == ("one", "other", POOLED)
+    assert total["expected_jaccard"] < total["jaccard"] < 1
+
+
+def test_table_matrix_and_csv(make, tmp_path):
+    paths = [make("bottom"), make("top", sparse_direction="top"), make("random", sparse_direction="random")]
+    pair = run(*paths[:2])
+    assert pair.exit_code == 0, pair.output
+    for expected in ("a: bottom, b: top", "model.layers.1.mlp.down_proj", "*.q_proj", POOLED, "0.0000"):
+        assert expected in pair.output
+    several = run(*paths, "--output", tmp_path / "overlap.csv")
+    assert several.exit_code == 0, several.output
+    lines = [line for line in several.output.splitlines() if line.startswith(("│ bottom", "│ top", "│ random"))]
+    assert len(lines) == 3
+    assert "0.0000" in lines[0]
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "overlap.csv").read_text(encoding="utf-8"))))
+    assert len(rows) == 3 * (14 + 7 + 1)
+    assert {(row["a"], row["b"]) for row in rows} == {("bottom", "top"), ("bottom", "random"), ("top", "random")}
+    for row in rows:
+        both = int(row["in_a"]) + int(row["in_b"]) - int(row["shared"])
+        assert float(row["jaccard"]) == pytest.approx(int(row["shared"]) / both)
+
+
+def test_an_adapter_without_a_sparse_part_shares_nothing(make):
+    result = run(make("super"), make("low_rank", supra_lambda=1), "--json")
+    assert json.loads(result.output)[-1]["jaccard"] == 0
+    result = run(make("one", supra_lambda=1), make("two", supra_lambda=1))
+    assert result.exit_code == 0, result.output
+    assert "–" in result.output
+
+
+def test_other_bases_layers_and_shapes_are_refused(make, tiny_llama, tmp_path):
+    first = make("first")
+    config = json.loads((first / "adapter_config.json").read_text(encoding="utf-8"))
+    other = make("other")
+    (other / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "another/base"}))
+    result = run(first, other)
+    assert result.exit_code == 1
+    assert "base model 'another/base' and" in result.output
+    (other / "adapter_config.json").write_text(json.dumps(config | {"revision": "v2"}))
+    assert "revision 'v2' and None" in run(first, other).output
+    fewer = make("fewer", target_modules=["q_proj", "k_proj"])
+    assert "adapt different layers: only one of them has model.layers.0.mlp.down_proj" in run(first, fewer).output
+    wide = make("wide", base=tiny_llama(intermediate_size=128))
+    assert "model.layers.0.mlp.down_proj is 64 × 128 in" in run(first, wide).output
+
+
+def test_what_cannot_be_compared_is_named(make, tiny_llama, tmp_path):
+    first = make("first")
+    get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    assert "lora holds a PeftType.LORA adapter" in run(first, tmp_path / "lora").output
+    assert "holds no adapter_config.json" in run(first, tmp_path).output
+    assert "name two adapters or more" in run(first).output
+    assert "named twice" in run(first, first).output
+
+
+def test_short_names(tmp_path):
+    grid = [tmp_path / "runs" / method / rate / "adapter" for method in ("top", "bottom") for rate in ("lr1", "lr2")]
+    assert short_names(grid) == ["top/lr1", "top/lr2", "bottom/lr1", "bottom/lr2"]
+    assert short_names(grid[::2]) == ["top", "bottom"]
+    assert short_names([tmp_path / "a", tmp_path / "a" / "b"]) == ["a", "a/b"]
