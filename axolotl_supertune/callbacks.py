@@ -95,8 +95,11 @@ class LogCost(TrainerCallback):
       tokens with a label instead, and evaluations and saves as time.
     - `supertune/peak_memory_gib`: the most CUDA memory that was allocated since training began, in GiB; not on a CPU.
       Axolotl's `memory/max_allocated (GiB)` starts again at every log.
-    - `supertune/adapter_mib`, in the first log: all tensors of the Supra adapters, indices included, in MiB.
+    - `supertune/adapter_mib`, in the first log: all tensors of the Supra adapters in memory, in MiB: indices included,
+      with 4 bytes each where the file has 2.
     - `supertune/trainable_parameters`, in the first log: trainable scalars, `lora_modules_to_save` included.
+
+    The last step is logged too where `logging_steps` does not divide their number, unless nothing is to be logged.
 
     The device is waited for where the Trainer is about to log, evaluate or save, never in between.
 
@@ -129,6 +132,8 @@ class LogCost(TrainerCallback):
         self._store({"supertune/trainable_parameters": trainable}, reduction="max")  # integers have no mean
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True
         if not (control.should_log or control.should_evaluate or control.should_save):
             return
         if args.device.type == "cuda":

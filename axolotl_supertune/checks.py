@@ -4,6 +4,7 @@ Works on the raw YAML mapping, before Axolotl's own validation, and is idempoten
 """
 
 import difflib
+import importlib.util
 import inspect
 import json
 import os
@@ -508,7 +509,33 @@ def _fill_defaults(cfg: Config) -> None:
             cfg[key] = DEFAULT_SEED if seed is None else seed
 
 
+def check_base(name: Any) -> None:
+    """Refuse a base model that can only be a folder, and is none: the hub would say that it is no name of a model.
+
+    Raises:
+        FileNotFoundError: names the key, the folder and the remedy.
+    """
+    if not isinstance(name, str) or os.path.isdir(name):
+        return
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        home = " (~ is not expanded)" if name.startswith("~") else ""
+        raise FileNotFoundError(
+            f"base_model: there is no folder {name}{home}. Name the folder that holds the model's config.json, or a "
+            "model on the hub as OWNER/NAME."
+        )
+
+
+def check_deepspeed_is_installed(cfg: Config) -> None:
+    """Raise ValueError, with what to install, where the YAML asks for DeepSpeed and it is not there."""
+    if cfg.get("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        raise ValueError(
+            "deepspeed: DeepSpeed is not installed. Install the extra of axolotl-supertune, pip install "
+            "'axolotl-supertune[deepspeed]' (in a checkout: pip install -e '.[deepspeed]'), or remove the key (DDP)."
+        )
+
+
 def _check_files(cfg: Config) -> None:
+    check_base(cfg.get("base_model"))
     datasets = cfg.get("datasets") or []
     for at, dataset in enumerate(datasets if isinstance(datasets, list) else []):
         path = dataset.get("path") if isinstance(dataset, dict) else None

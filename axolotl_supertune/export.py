@@ -1,6 +1,7 @@
 """`axolotl supertune export`: an adapter as SHiRA, as a whole model, or as a base with a plain LoRA beside it."""
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from .tuner import SupraConfig
 
 FORMATS = ("shira", "merged", "lora+base")
+# As the YAML has them, and as torch has them.
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class CannotExport(ValueError):
@@ -27,7 +30,7 @@ class CannotExport(ValueError):
 @click.option("--base", help="Folder or name of the base model. Default: the one that the adapter names.")
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    type=click.Choice(["auto", *DTYPES, *DTYPES.values()]),
     default="auto",
     show_default=True,
     help="The base model's, as in training; auto is that of its files.",
@@ -42,7 +45,7 @@ def export(adapter: Path, target: str, output: Path, base: str | None, dtype: st
                engines that serve many LoRAs of one base
     """
     try:
-        export_adapter(adapter, target, output, base=base, dtype=dtype)
+        export_adapter(adapter, target, output, base=base, dtype=DTYPES.get(dtype, dtype))
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"wrote {output}")
@@ -63,15 +66,25 @@ def export_adapter(adapter: Path, target: str, output: Path, *, base: str | None
         FileExistsError: `output` is not empty.
     """
     from .tuner import read_adapter
+    from .tuner.card import method_name, write_product_card
 
     config = read_config(adapter)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"--output {output} exists already; name a new folder, or delete it.")
     tensors = read_adapter(adapter)
+    trained_on = base or config.base_model_name_or_path
+    card = functools.partial(write_product_card, adapter=adapter, config=config, tensors=tensors, trained_on=trained_on)
     if target == "shira":
         shira, plain = as_shira(config, tensors)
         with _whole_folder(output) as folder:
             _save_adapter(shira, plain, folder)
+            card(
+                folder,
+                title="Super adapter in SHiRA's format",
+                library="peft",
+                base=trained_on,
+                loading="`PeftModel.from_pretrained` of PEFT loads it, without axolotl-supertune.",
+            )
         return
     ranks = {len(tensor) for name, tensor in tensors.items() if name.endswith(".supra_R")}
     if target == "lora+base" and len(ranks) != 1:
@@ -97,10 +110,30 @@ def export_adapter(adapter: Path, target: str, output: Path, *, base: str | None
     with _whole_folder(output) as folder:
         place = folder / "base" if lora else folder
         merged.save_pretrained(place)
-        _save_tokenizer((adapter, base or config.base_model_name_or_path), place)
+        _save_tokenizer((adapter, trained_on), place)
+        method = method_name(config)
+        card(
+            place,
+            title=f"Base with the sparse part of a {method} adapter"
+            if lora
+            else f"Model with a {method} adapter merged",
+            library="transformers",
+            base=trained_on,
+            loading="It is half of an adapter: the LoRA that was exported with it is the other."
+            if lora
+            else "It is a whole model and needs neither PEFT nor axolotl-supertune.",
+        )
         if lora:
             lora[0].base_model_name_or_path = os.fspath((output / "base").absolute())
             _save_adapter(*lora, folder / "lora")
+            card(
+                folder / "lora",
+                title=f"Low-rank part of a {method} adapter, a LoRA",
+                library="peft",
+                base=lora[0].base_model_name_or_path,
+                loading="It belongs on the base that was exported with it, which holds the sparse part; on the "
+                "original base it is another model.",
+            )
 
 
 def read_config(folder: Path) -> "SupraConfig":

@@ -384,7 +384,7 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
 
     from . import checks
     from .args import SupertuneArgs
-    from .plugin import _known_keys
+    from .plugin import SupertunePlugin, _known_keys
 
     if raw.get("adapter") not in checks.ADAPTERS:
         raise click.ClickException(f"adapter: {raw.get('adapter')}: only supra and super are planned.")
@@ -394,6 +394,9 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
     for name in raw.get("plugins") or []:
         if name not in manager.plugins:
             manager.register(name)
+    for plugin in manager.plugins.values():
+        if isinstance(plugin, SupertunePlugin):
+            plugin.plans_only = True
     known = _known_keys()
     budget_keys = {*SupertuneArgs.model_fields, *checks.SHARED_KEYS, "adapter", "base_model"}
     refusals: list[str] = []

@@ -76,6 +76,8 @@ class SupertunePlugin(BasePlugin):
         self._resumes: Path | None = None
         # `axolotl supertune calibrate`: the text is read whatever there is to resume.
         self.calibrates_only = False
+        # `axolotl supertune plan`: the machine that trains is another one.
+        self.plans_only = False
 
     def register(self, cfg: Any) -> None:
         """Check the raw YAML and fill in defaults; find the trained adapter for `axolotl inference`."""
@@ -83,6 +85,8 @@ class SupertunePlugin(BasePlugin):
         self._inference = bool(cfg.get("inference"))  # Axolotl's schema drops the key
         if cfg.get("adapter") not in checks.ADAPTERS:
             return
+        if not self.plans_only:
+            checks.check_deepspeed_is_installed(cfg)
         trained = Path(cfg.get("output_dir") or ".")
         if self._inference or cfg.get("merge_lora"):
             check_not_the_start(cfg, trained)

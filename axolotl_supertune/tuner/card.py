@@ -3,17 +3,20 @@
 import functools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
+from torch import Tensor
 
 from .config import SupraConfig
 from .model import budget_table
 
 _PAPER = "*Super-Tuning: From Activation-Aware Pruning to Sparse Fine-Tuning*"
+# Headings of `note_training`, which an export takes over from the adapter's card.
+_OF_THE_TRAINER = ("Training data", "Training", "Axolotl")
 _BEGIN, _END = "<!-- axolotl-supertune: begin -->", "<!-- axolotl-supertune: end -->"
 
 
@@ -45,15 +48,74 @@ def note_training(model: Any, lines: Mapping[str, str], datasets: list[str]) -> 
     model.base_model.supra_card = (dict(lines), list(datasets))
 
 
+def write_product_card(
+    folder: Path,
+    adapter: Path,
+    config: SupraConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    title: str,
+    library: str,
+    base: str | None,
+    trained_on: str | None,
+    loading: str,
+) -> None:
+    """The README.md of what an adapter was exported to.
+
+    Args:
+        folder: of the product.
+        adapter: the adapter's folder; what its own card says of the training is taken over.
+        config, tensors: the adapter's, the tensors as `read_adapter` gives them.
+        title: what the product is.
+        library: `peft` or `transformers`.
+        base: the model that the product needs, or was made from.
+        trained_on: the base that the adapter was trained on.
+        loading: how the product is loaded.
+    """
+    lines, datasets = _noted(adapter / "README.md")
+    sparse = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(".supra_values"))
+    low_rank = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith((".supra_L", ".supra_R")))
+    layers = sum(name.endswith(".supra_shape") for name in tensors)
+    section = _block(
+        title,
+        config,
+        _with_bits(trained_on or "not known", config),
+        (sparse + low_rank, layers, sparse),
+        lines,
+        loading,
+    )
+    data = ModelCardData(
+        base_model=base,
+        library_name=library,
+        pipeline_tag="text-generation" if config.task_type == "CAUSAL_LM" else None,
+        tags=["axolotl-supertune", method_name(config).lower()],
+        datasets=datasets or None,
+    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_BEGIN}\n\n{section}\n\n{_END}\n").save(folder / "README.md")
+
+
+def _noted(path: Path) -> tuple[dict[str, str], list[str]]:
+    """What `note_training` wrote into a card, if there is one."""
+    if not path.is_file():
+        return {}, []
+    card = ModelCard.load(path)
+    found = dict(re.findall(r"^- \*\*(.+?):\*\* (.*)$", card.text, flags=re.MULTILINE))
+    datasets = card.data.get("datasets") or []
+    return (
+        {heading: found[heading] for heading in _OF_THE_TRAINER if heading in found},
+        [datasets] if isinstance(datasets, str) else datasets,
+    )
+
+
 def _describe(path: Path, model: Any, configs: Mapping[str, SupraConfig]) -> None:
     card = ModelCard.load(path)
     lines, datasets = vars(model.base_model).get("supra_card", ({}, []))
-    methods = {_method(config).lower() for config in configs.values()}
+    methods = {method_name(config).lower() for config in configs.values()}
     card.data.tags = sorted({*(card.data.tags or []), "axolotl-supertune", *methods})
     known = card.data.get("datasets") or []
     if datasets:
         card.data["datasets"] = sorted({*([known] if isinstance(known, str) else known), *datasets})
-    blocks = [_block(model, name, config, lines, named=len(configs) > 1) for name, config in configs.items()]
+    blocks = [_of_adapter(model, name, config, lines, named=len(configs) > 1) for name, config in configs.items()]
     section = "\n\n".join([_BEGIN, *blocks, _END])
     text = re.sub(rf"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", "", card.text, flags=re.DOTALL)
     heading = re.search(r"^## ", text, flags=re.MULTILINE)
@@ -62,30 +124,45 @@ def _describe(path: Path, model: Any, configs: Mapping[str, SupraConfig]) -> Non
     card.save(path)
 
 
-def _block(model: Any, name: str, config: SupraConfig, lines: Mapping[str, str], *, named: bool) -> str:
-    """The section on one adapter."""
+def _of_adapter(model: Any, name: str, config: SupraConfig, lines: Mapping[str, str], *, named: bool) -> str:
+    """The section on one adapter of a model."""
     rows = budget_table(model, name)
-    sparse = sum(row.layers * row.budget.sparse_count for row in rows)
+    sizes = (
+        sum(row.total for row in rows),
+        sum(row.layers for row in rows),
+        sum(row.layers * row.budget.sparse_count for row in rows),
+    )
+    return _block(
+        f"{method_name(config)} adapter" + (f" `{name}`" if named else ""),
+        config,
+        _base(config, model),
+        sizes,
+        lines,
+        "To load it, install axolotl-supertune: `import axolotl_supertune.tuner`, then `PeftModel.from_pretrained`.",
+    )
+
+
+def _block(
+    title: str, config: SupraConfig, base: str, sizes: Sequence[int], lines: Mapping[str, str], loading: str
+) -> str:
+    """A section; sizes are the parameters, the layers, and those parameters that are single weights."""
     facts = {
-        "Base model": _base(config, model),
+        "Base model": base,
         "Method": _sentence(config),
         "Budget": _budget(config),
-        "Trained": f"{sum(row.total for row in rows):,} parameters in {sum(row.layers for row in rows)} layers, "
-        f"{sparse:,} of them single weights",
+        "Trained": f"{sizes[0]:,} parameters in {sizes[1]} layers, {sizes[2]:,} of them single weights",
         "Calibration": _calibration(config.calibration),
-        **({"Gradient": _gradient(config)} if config.by_gradient and sparse else {}),
+        **({"Gradient": _gradient(config)} if config.by_gradient and sizes[2] else {}),
         **lines,
         "axolotl-supertune": sys.modules[__name__.partition(".")[0]].__version__,
     }
     if config.modules_to_save:
         facts["Trained in full"] = ", ".join(config.modules_to_save)
-    title = f"## {_method(config)} adapter" + (f" `{name}`" if named else "")
-    return "\n".join([title, "", *(f"- **{key}:** {value}" for key, value in facts.items())]) + (
-        "\n\nTo load it, install axolotl-supertune: `import axolotl_supertune.tuner`, then `PeftModel.from_pretrained`."
-    )
+    return "\n".join([f"## {title}", "", *(f"- **{key}:** {value}" for key, value in facts.items()), "", loading])
 
 
-def _method(config: SupraConfig) -> str:
+def method_name(config: SupraConfig) -> str:
+    """As the paper calls it."""
     return "Super" if config.supra_lambda == 0 else "Supra"
 
 
@@ -96,7 +173,7 @@ def _sentence(config: SupraConfig) -> str:
         seed = f" (seed {config.support_seed})" if config.sparse_direction == "random" else ""
         rows = ", spread over the rows" if config.support_scope == "row" else ""
         parts.append(f"support {config.mask_score}-{config.sparse_direction}{hybrid}{seed}{rows}")
-    return f"{_method(config)}, {', '.join(parts)}, of {_PAPER}"
+    return f"{method_name(config)}, {', '.join(parts)}, of {_PAPER}"
 
 
 def _budget(config: SupraConfig) -> str:
@@ -114,7 +191,10 @@ def _own_budget(config: SupraConfig) -> str:
 
 def _base(config: SupraConfig, model: Any) -> str:
     held = getattr(model.get_base_model(), "config", None)
-    name = config.base_model_name_or_path or getattr(held, "_name_or_path", None) or "not known"
+    return _with_bits(config.base_model_name_or_path or getattr(held, "_name_or_path", None) or "not known", config)
+
+
+def _with_bits(name: str, config: SupraConfig) -> str:
     bits = {"load_in_4bit": "4 bits", "load_in_8bit": "8 bits"}
     used = [text for key, text in bits.items() if (config.base_quantization or {}).get(key)]
     return f"{name}, quantized to {used[0]} by bitsandbytes" if used else name

@@ -78,7 +78,9 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     try:
         tensors = load_file(path)
         unpack_whole(tensors)
-    except (ValueError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}. The file is damaged: copy or save it anew.") from error
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return tensors
 
@@ -97,6 +99,30 @@ def _layers(tensors: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]
             name, dot, adapter = rest.partition(".")
             found.setdefault((layer, dot + adapter), {})[name] = key
     return found
+
+
+def name_damaged_files() -> None:
+    """Have `PeftModel.load_adapter` name the file of a SUPRA adapter that safetensors cannot read; it names none.
+
+    Later calls do nothing; adapters of other methods pass through.
+    """
+    original = PeftModel.load_adapter
+    if hasattr(original, "names_damaged_files"):
+        return
+
+    @functools.wraps(original)
+    def load_adapter(self: Any, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, model_id, adapter_name, *args, **kwargs)
+        except SafetensorError as error:
+            if not isinstance(self.peft_config.get(adapter_name), SupraConfig):
+                raise
+            raise ValueError(
+                f"{Path(model_id) / WEIGHTS}: {error}. The file is damaged: copy or save it anew."
+            ) from error
+
+    load_adapter.names_damaged_files = True  # type: ignore[attr-defined]
+    PeftModel.load_adapter = load_adapter
 
 
 def save_whole() -> None:

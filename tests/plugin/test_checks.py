@@ -1,11 +1,13 @@
 """A YAML that would train the wrong thing is refused, with the key, the value and the remedy, before a model loads."""
 
 import gzip
+import importlib.util
 import json
 
 import pytest
 from pydantic import BaseModel
 
+from axolotl_supertune import SupertunePlugin
 from axolotl_supertune.checks import (
     OWN_KEYS,
     SHARED_KEYS,
@@ -93,6 +95,9 @@ def no_model_loads(monkeypatch):
         ({"calibration_path": "nowhere.safetensors"}, r"calibration_path: there is no file nowhere\.safetensors"),
         ({"mask_score": "magnitude", "calibration_path": "x"}, r"calibration_path: x has no effect"),
         ({"calibration_dataset": "nowhere.jsonl"}, r"calibration_dataset: there is no file nowhere\.jsonl"),
+        ({"base_model": "/nowhere/llama"}, r"base_model: there is no folder /nowhere/llama\. Name .*OWNER/NAME"),
+        ({"base_model": "./llama"}, r"base_model: there is no folder \./llama\."),
+        ({"base_model": "~/llama"}, r"base_model: there is no folder ~/llama \(~ is not expanded\)"),
         ({"resume_from_checkpoint": "nowhere"}, r"resume_from_checkpoint: there is no folder nowhere"),
         ({"sparse_lr": -1}, r"sparse_lr: -1 is not a positive number"),
         ({"calibration_samples": 0}, r"calibration_samples"),
@@ -161,6 +166,19 @@ def test_a_deepspeed_config_that_rounds_nothing_passes(tmp_path, more):
     cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": str(path)}
     prepare(cfg, {"deepspeed"})
     assert cfg["deepspeed"] == str(path)
+
+
+def test_deepspeed_that_is_not_installed_names_the_extra(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "deepspeed" else found(name))
+    cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": ZERO2}
+    with pytest.raises(ValueError, match=r"deepspeed: DeepSpeed is not installed\. .*axolotl-supertune\[deepspeed\]"):
+        SupertunePlugin().register(cfg)
+    planning = SupertunePlugin()
+    planning.plans_only = True
+    planning.register(cfg)
+    cfg.pop("deepspeed")
+    SupertunePlugin().register(cfg)
 
 
 FSDP2 = {"reshard_after_forward": True, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}

@@ -8,10 +8,12 @@ import click
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axolotl_supertune.checks import prepare
 from axolotl_supertune.cli import model_arguments
+from axolotl_supertune.export import CannotExport, export_adapter
 from axolotl_supertune.tuner import read_adapter
 from axolotl_supertune.tuner.quantized import QuantizedSupraLinear
 
@@ -31,11 +33,15 @@ def eval_losses(trainer):
     return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
+def merged_folder(mapping):
+    return Path(mapping["output_dir"]) / "merged"
+
+
 def merged_of(mapping, write):
     from axolotl.cli.merge_lora import do_cli
 
     do_cli(config=write(mapping))
-    folder = Path(mapping["output_dir"]) / "merged"
+    folder = merged_folder(mapping)
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     return AutoModelForCausalLM.from_pretrained(folder)
 
@@ -86,6 +92,14 @@ def test_4_bits_train_and_merge(settings, train, write, tmp_path):
     loaded = PeftModel.from_pretrained(base, mapping["output_dir"])
     torch.testing.assert_close(logits(loaded), adapted, rtol=1e-5, atol=1e-6)
     assert_merge_is_what_was_trained(mapping, adapted, write)
+    export_adapter(Path(mapping["output_dir"]), "merged", tmp_path / "exported")
+    exported, merged = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "exported", merged_folder(mapping))
+    )
+    assert exported.keys() == merged.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
+    with pytest.raises(CannotExport, match="trained on a quantized base"):
+        export_adapter(Path(mapping["output_dir"]), "shira", tmp_path / "shira")
     with pytest.raises(click.ClickException, match=r"trained on a quantized base.*merge-lora"):
         model_arguments(mapping, None, False)
 

@@ -436,8 +436,8 @@ def test_the_logs_say_what_the_run_costs(settings, train, monkeypatch, packed):
     original = AxolotlTrainer.training_step
     monkeypatch.setattr(AxolotlTrainer, "training_step", training_step)
     packing = {"sample_packing": True, "eval_sample_packing": False, "pad_to_sequence_len": True} if packed else {}
-    # An evaluation and a slow save after every step, a log after every second one: four micro-batches.
-    changes = {"logging_steps": 2, "eval_steps": 1, "save_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    # An evaluation and a slow save after every step, a log after every second one, four micro-batches, and the last.
+    changes = {"logging_steps": 2, "eval_steps": 1, "save_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 5}
     mapping = settings(**changes, **packing)
 
     slept = []
@@ -450,10 +450,10 @@ def test_the_logs_say_what_the_run_costs(settings, train, monkeypatch, packed):
         add = SupertunePlugin.add_callbacks_post_trainer
         patch.setattr(SupertunePlugin, "add_callbacks_post_trainer", lambda *args: [SlowSave(), *add(*args)])
         trainer = train(mapping)
-    assert len(slept) == 4
+    assert len(slept) == 5
 
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logs) == 2
+    assert [entry["step"] for entry in logs] == [2, 4, 5]
     for at, entry in enumerate(logs):
         tokens, seconds = (sum(column) for column in zip(*steps[4 * at : 4 * at + 4], strict=True))
         rate = entry["supertune/tokens_per_second"]
@@ -462,7 +462,7 @@ def test_the_logs_say_what_the_run_costs(settings, train, monkeypatch, packed):
             assert rate > tokens / (seconds + 0.5), "a save counted as training"
         assert "supertune/peak_memory_gib" not in entry, "there is no CUDA memory here"
     saved = adapter_of(mapping)
-    first, second = logs
+    first, second, _ = logs
     assert first["supertune/adapter_mib"] == pytest.approx(sum(t.nbytes for t in saved.values()) / 2**20, rel=1e-4)
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert first["supertune/trainable_parameters"] == trained

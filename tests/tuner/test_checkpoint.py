@@ -16,7 +16,7 @@ from peft import (
     inject_adapter_in_model,
     set_peft_model_state_dict,
 )
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from axolotl_supertune import SupraConfig
@@ -124,11 +124,25 @@ def test_a_flipped_bit_names_the_layer_and_changes_nothing(tiny_llama, tmp_path,
         read_adapter(tmp_path)
 
 
-def test_a_truncated_file_is_named(tiny_llama, tmp_path):
-    adapted(tiny_llama()).save_pretrained(tmp_path)
-    (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-100])
-    with pytest.raises(ValueError, match=WEIGHTS):
+@pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda content: b"\xff" * 16 + content[16:]])
+def test_a_truncated_file_and_a_damaged_header_are_named(tiny_llama, tmp_path, damage):
+    live = adapted(tiny_llama())
+    live.save_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(damage((tmp_path / WEIGHTS).read_bytes()))
+    named = rf"{tmp_path / WEIGHTS}: .*The file is damaged"
+    with pytest.raises(ValueError, match=named):
         read_adapter(tmp_path)
+    with pytest.raises(ValueError, match=named):
+        PeftModel.from_pretrained(tiny_llama(), tmp_path)
+    with pytest.raises(ValueError, match=named):
+        live.load_adapter(tmp_path, "default")
+
+
+def test_damaged_files_of_other_methods_are_pefts(tiny_llama, tmp_path):
+    get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"\xff" * 64)
+    with pytest.raises(SafetensorError):
+        PeftModel.from_pretrained(tiny_llama(), tmp_path)
 
 
 @pytest.mark.parametrize("when", ["weights", "config"])

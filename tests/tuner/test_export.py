@@ -7,20 +7,22 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.export import CannotExport, export, export_adapter
 from axolotl_supertune.tuner import SupraLayer
+from axolotl_supertune.tuner.card import note_training
 
 IDS = torch.arange(1, 24).view(1, -1)
 
 ELSEWHERE = """
 import sys, torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 base, adapter, output, dtype = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
 model = PeftModel.from_pretrained(model, adapter).eval()
@@ -191,3 +193,87 @@ def test_a_damaged_adapter_is_not_exported(make, tmp_path):
     save_file(tensors, path)
     with pytest.raises(ValueError, match="checksum does not match"):
         export_adapter(adapter, "shira", tmp_path / "out")
+
+
+@pytest.mark.parametrize("target", ["shira", "merged", "lora+base"])
+def test_every_product_has_a_card(make, tmp_path, target):
+    supra_lambda = 0 if target == "shira" else 0.5
+    base, adapter, model = make(supra_lambda=supra_lambda)
+    note_training(model, {"Training data": "openai/gsm8k", "Axolotl": "0.19.0"}, ["openai/gsm8k"])
+    model.save_pretrained(adapter)
+    export_adapter(adapter, target, tmp_path / "out")
+    total, _ = model.get_nb_trainable_parameters()
+    for folder, library, of in {
+        "shira": [("", "peft", base)],
+        "merged": [("", "transformers", base)],
+        "lora+base": [("base", "transformers", base), ("lora", "peft", tmp_path / "out/base")],
+    }[target]:
+        card = ModelCard.load(tmp_path / "out" / folder / "README.md")
+        assert (card.data.library_name, card.data.base_model) == (library, str(of))
+        assert (card.data.pipeline_tag, card.data.datasets) == ("text-generation", ["openai/gsm8k"])
+        assert set(card.data.tags) == {"axolotl-supertune", "supra" if supra_lambda else "super"}
+        lines = card.text.splitlines()
+        assert f"- **Base model:** {base}" in lines
+        assert "- **Training data:** openai/gsm8k" in lines
+        sparse = total // 2 if supra_lambda else total
+        assert f"- **Trained:** {total:,} parameters in 14 layers, {sparse:,} of them single weights" in lines
+        assert "install axolotl-supertune" not in card.text
+    if target == "lora+base":
+        assert "on the original base it is another model" in card.text
+
+
+def test_an_adapter_without_a_card_or_a_named_base_is_exported(make, tmp_path):
+    _, adapter, _ = make(supra_lambda=0)
+    (adapter / "README.md").unlink()
+    path = adapter / "adapter_config.json"
+    path.write_text(path.read_text().replace(f'"base_model_name_or_path": "{tmp_path / "base"}"', '"revision": null'))
+    export_adapter(adapter, "shira", tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert card.data.base_model is None
+    assert "- **Base model:** not known" in card.text
+
+
+def test_dtypes_are_spelt_as_in_the_yaml(make, tmp_path):
+    _, adapter, _ = make(supra_lambda=0)
+    arguments = [str(adapter), "--to", "merged", "--output", str(tmp_path / "out"), "--dtype", "bf16"]
+    result = CliRunner().invoke(export, arguments)
+    assert result.exit_code == 0, result.output
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, {"load_in_8bit": True}],
+    ids=["4bit", "8bit"],
+)
+def test_of_a_quantized_base_the_dequantized_one_is_written(tiny_llama, tmp_path, quantization):
+    """The adapter was trained on it; what is written has no trace of bitsandbytes."""
+    pytest.importorskip("bitsandbytes")
+    tiny_llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32, quantization_config=BitsAndBytesConfig(**quantization)
+    )
+    config = SupraConfig(r0=4, supra_lambda=0.5, mask_score="magnitude", init_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    expected = logits(model)
+    for target in ("merged", "lora+base"):
+        export_adapter(tmp_path / "adapter", target, tmp_path / target)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert getattr(written.config, "quantization_config", None) is None
+    merged = model.merge_and_unload().state_dict()
+    assert written.state_dict().keys() == merged.keys()
+    for name, tensor in written.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, merged[name]), name
+    torch.testing.assert_close(logits(written), expected, rtol=1e-4, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "lora+base/base", dtype="auto")
+    assert getattr(base.config, "quantization_config", None) is None
+    lora = PeftModel.from_pretrained(base, tmp_path / "lora+base/lora")
+    torch.testing.assert_close(logits(lora), expected, rtol=1e-4, atol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert (logits(plain) - expected).abs().max() > 0.01
+    bits = 4 if "load_in_4bit" in quantization else 8
+    for card in ("merged", "lora+base/base", "lora+base/lora"):
+        text = (tmp_path / card / "README.md").read_text()
+        assert f"{tmp_path / 'base'}, quantized to {bits} bits by bitsandbytes" in text
