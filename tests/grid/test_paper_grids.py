@@ -31,7 +31,7 @@ def test_every_grid_is_here():
 def test_a_grid_can_be_run_as_it_is(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calibration = Path("outputs/paper/smollm2-135m/calibration.txt")
-    calibration.parent.mkdir(parents=True)
+    (calibration.parent / "base").mkdir(parents=True)
     calibration.write_text("text")
     sweep = Sweep(PAPER / f"{name}.yml", Places(()), None)
     assert sweep.plan().count("training") > 40
