@@ -16,7 +16,8 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-python -m pytest --show-capture=no "$@"
+# Files are shared out among processes of one thread each.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m pytest --show-capture=no -n logical --maxprocesses 4 --dist loadfile "$@"
 
 # The Triton kernels on the CPU, unless files were named: Triton decides at its first import whether it interprets.
 for argument in "$@"; do
