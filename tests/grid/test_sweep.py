@@ -147,9 +147,10 @@ def test_a_sweep_that_is_killed_loses_nothing_and_repeats_nothing(stage, write_g
 
 def test_a_stopped_run_with_another_yaml_starts_anew(stage, write_grid):
     stage.plan["behaviour"] = {"lora 0.0001 0": "stop the sweep"}
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Signalled, match="SIGTERM"):
         stage.sweep(write_grid())
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
     assert stage.calls("run") == ["lora 0.0001 0"]
     assert not (folder("lora", 1e-4) / "run.json").exists()
     stage.plan["behaviour"] = {}
