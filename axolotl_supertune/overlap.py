@@ -116,6 +116,11 @@ def read_supports(folders: Sequence[Path]) -> list[dict[str, Support]]:
     bases: list[dict[str, object]] = []
     for folder in folders:
         config = read_config(folder)
+        if config.awaits_gradient and config.supra_lambda < 1:
+            raise ValueError(
+                f"{folder} was written during low_rank_warmup_steps: its support is still to be chosen; take a later "
+                "checkpoint."
+            )
         base = config.base_model_name_or_path
         if base and os.path.isdir(base):
             base = os.path.realpath(base)

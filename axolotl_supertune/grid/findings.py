@@ -11,7 +11,7 @@ import numpy as np
 
 from ..tasks.benchmarks import BENCHMARKS, find_benchmark
 from .choice import Choice, Trial, choose_rates
-from .runs import SCORES_FILE, BenchmarkScores, Run, Scores, read_runs, read_scores
+from .runs import SCORES_FILE, BenchmarkScores, Run, Scores, last_words, read_runs, read_scores
 from .statistics import (
     CONFIDENCE,
     NO_DIFFERENCE,
@@ -365,8 +365,7 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
     for run in found.runs:
         name = run.key.folder.as_posix()
         if run.status == "failed":
-            lines = (run.error or "").strip().splitlines()
-            notes.append(f"Failed: {name}: {lines[-1].strip() if lines else 'no error was recorded'}")
+            notes.append(f"Failed: {name}: {last_words(run.error or '') or 'no error was recorded'}")
         elif run.validation_nll is None:
             notes.append(f"Without a validation NLL, and so never chosen: {name}.")
         elif not Trial.of(run).usable:

@@ -40,7 +40,7 @@ _REFUSED = {
 }
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, strict=True)]
 
 
 def _distinct(values: list[Any]) -> list[Any]:
@@ -74,7 +74,7 @@ class Method(_Section):
 class Chosen(_Section):
     """The second stage, at each method's best rate by validation NLL."""
 
-    seeds: list[Seed] = []
+    seeds: Annotated[list[Seed], AfterValidator(_distinct)] = []
     methods: list[str] = []
     """These always get the other seeds."""
     leading: Annotated[int, Field(ge=0)] = 0
@@ -104,7 +104,7 @@ class Grid(_Section):
     base: str
     output_dir: str
     methods_from: str | None = None
-    """A YAML of methods, name → keys, from which `methods` takes the names that it gives no keys."""
+    """A YAML of methods, name → keys: `methods` names some of them, and may lay keys of its own over theirs."""
     methods: Annotated[dict[str, Method], Field(min_length=1)]
     learning_rates: Rates
     epochs: Rates = [1.0]
@@ -221,22 +221,33 @@ def _beside(path: Path, key: str, name: str) -> Path:
 
 
 def _take_from(library: Mapping[str, Any], raw: dict[str, Any], path: Path) -> None:
-    """Give the names in `methods` without keys those of the library."""
+    """Lay what `methods` says of a name over the library's keys of that name."""
     asked = raw.get("methods")
     named = dict.fromkeys(asked) if isinstance(asked, list) and len(set(map(str, asked))) == len(asked) else asked
     if not isinstance(named, dict):
         return  # the schema says what is wrong
     filled = {}
     for name, keys in named.items():
-        bare = isinstance(keys, dict) and set(keys) == {"learning_rates"}
-        if keys is None or bare:
-            if name not in library:
-                near = difflib.get_close_matches(str(name), library, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(library)}."
-                raise GridError(f"{path}: methods: {name} has no keys and is not in {raw['methods_from']}; {hint}")
-            keys = {**(keys or {}), "settings": library[name] or {}}
-        filled[name] = keys
+        if keys is not None and not isinstance(keys, dict):
+            filled[name] = keys  # as above
+            continue
+        section, own = _parted(keys or {})
+        if name not in library and not own:
+            near = difflib.get_close_matches(str(name), library, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(library)}."
+            raise GridError(f"{path}: methods: {name} has no keys and is not in {raw['methods_from']}; {hint}")
+        whole = isinstance(own, dict)
+        filled[name] = {**section, "settings": {**(library.get(name) or {}), **own} if whole else own}
     raw["methods"] = filled
+
+
+def _parted(keys: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What is said of a method beside its settings, and those: `{settings, learning_rates}`, or the settings' keys."""
+    if "settings" in keys:
+        return {name: value for name, value in keys.items() if name != "settings"}, keys["settings"] or {}
+    if set(keys) == {"learning_rates"}:
+        return keys, {}
+    return {}, keys
 
 
 def _explained(path: Path, error: Any) -> str:
@@ -278,6 +289,12 @@ def _check_settings(path: Path, grid: Grid) -> None:
                     f"{where}: {key}: {settings[key]} cannot be scored: the harness loads bases unquantized, and would "
                     "ask another model. Drop the key, or say score: {runs: none}."
                 )
+    for name, method in grid.methods.items():
+        if "adapter" not in method.settings and "adapter" not in grid.base_settings:
+            raise GridError(
+                f"{path}: methods.{name}: adapter: the key is missing; name one, or write adapter: null, which is full "
+                "fine-tuning."
+            )
     for key in ("base_model", "datasets"):
         if not grid.base_settings.get(key):
             raise GridError(f"{base}: {key}: the key is missing, and all runs share it.")

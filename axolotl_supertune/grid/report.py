@@ -17,12 +17,12 @@ FIGURES = ("differences", "cost", "learning_rates", "curves")
 @click.command("report")
 @click.argument("runs_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Default: RUNS_DIR/report.")
-@click.option("--reference", default="lora", show_default=True, help="The method that others are compared with.")
+@click.option("--reference", help="The method that others are compared with. Default: lora.")
 @click.option(
     "--resamples", type=click.IntRange(min=100), default=RESAMPLES, show_default=True, help="Of the bootstrap."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
-def report(runs_dir: Path, output: Path | None, reference: str, resamples: int, seed: int) -> None:
+def report(runs_dir: Path, output: Path | None, reference: str | None, resamples: int, seed: int) -> None:
     """Report what the runs in RUNS_DIR show: report.md, report.json, tables (CSV, LaTeX), figures (PNG, SVG).
 
     Each method's learning rate is the one of its lowest validation NLL; scores have no say in it. The same records
@@ -31,7 +31,10 @@ def report(runs_dir: Path, output: Path | None, reference: str, resamples: int, 
     from .findings import find
 
     try:
-        found = find(runs_dir, reference, resamples, seed)
+        found = find(runs_dir, reference or "lora", resamples, seed)
+        names = sorted({run.key.method for run in found.runs})
+        if reference is not None and reference not in names:
+            raise ValueError(f"--reference: {reference} is none of the methods in {runs_dir}: {', '.join(names)}.")
         target = output or runs_dir / "report"
         write(found, target)
     except (ValueError, OSError) as error:
@@ -92,8 +95,18 @@ def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:
         parts += [f"## What may be said, against {found.reference}", "\n".join(_said(found)), _method(found)]
     if found.notes:
         parts += ["## What is missing, or limits the numbers", "\n".join(f"- {_escaped(note)}" for note in found.notes)]
-    parts += ["## Tables", *texts.values(), "## Figures", *pictures]
+    parts += ["## Tables", _legend(), *texts.values(), "## Figures", *pictures]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _legend() -> str:
+    return (
+        "Accuracy is by the published rule (the last number of the answer, or its first letter A–E), “strict” by one "
+        "that does not take numbers behind the answer. “Clean” are the items that the contamination report of the "
+        "training data did not find there. “Gold” is the NLL, in nats a token, of correct worked answers of the "
+        "benchmarks. ± is the standard deviation over seeds (n − 1). “–”: there is none: no budget for full "
+        "fine-tuning, no peak memory on a CPU, no training time for a run that was stopped and went on."
+    )
 
 
 def _said(found: Any) -> list[str]:

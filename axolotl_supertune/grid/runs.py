@@ -164,3 +164,9 @@ def _read(kind: type[Record], path: Path) -> Record:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no {kind.__name__} of a grid ({error}); remove it to run this again.") from error
+
+
+def last_words(text: str) -> str:
+    """The last line of a log that is neither empty nor a progress bar; "" where there is none."""
+    lines = [line.rpartition("\r")[2].strip() for line in text.split("\n")]
+    return next((line for line in reversed(lines) if line and "%|" not in line), "")

@@ -40,7 +40,7 @@ from .grid import (
 )
 from .jobs import Job, Places, Pool
 from .record import VARIABLE, installed
-from .runs import RUN_FILE, SCORES_FILE, Run, RunKey, read_run, read_runs, read_scores
+from .runs import RUN_FILE, SCORES_FILE, Run, RunKey, last_words, read_run, read_runs, read_scores
 from .scoring import ASKED, Request
 
 GRID_FILE = "grid.json"
@@ -575,5 +575,5 @@ def _tail(log: Path, code: int) -> str:
 
 def _last_line(log: Path, code: int) -> str:
     """What to print of a failure: how the process ended, the last line, and where the others are."""
-    ended, *lines = _tail(log, code).split("\n")
-    return f"{ended}: {lines[-1].strip()} ({log})"
+    ended, _, lines = _tail(log, code).partition("\n")
+    return f"{ended}: {last_words(lines)} ({log})"

@@ -9,7 +9,11 @@ from axolotl_supertune.grid.runs import RunKey
 
 
 def test_a_grid_is_methods_by_rates_by_epochs_by_seeds(write_grid):
-    methods = {"full": None, "mine": {"settings": MAGNITUDE, "learning_rates": [0.5]}, "lora": {"adapter": "lora"}}
+    methods = {
+        "full": {"adapter": None},
+        "mine": {"settings": MAGNITUDE, "learning_rates": [0.5]},
+        "lora": {"adapter": "lora"},
+    }
     grid = read_grid(write_grid(methods=methods, learning_rates=["5e-5", 1e-3], epochs=[1, 3], seeds=[0, 7]))
     assert [(key.epochs, key.seed, key.method, key.learning_rate) for key in grid.keys] == [
         (epochs, seed, method, rate)
@@ -72,6 +76,10 @@ def test_names_without_keys_are_taken_from_another_file(write_grid, tmp_path, me
         ({"methods": {}}, "methods: "),
         ({"methods": ["lora", "lora"]}, "methods: lora is there twice"),
         ({"methods": 3}, "methods: a list of names"),
+        ({"methods": {"m": {}}}, "methods.m: adapter: the key is missing; name one, or write adapter: null"),
+        ({"methods": {"m": {"lora_r": 4}}}, "methods.m: adapter: the key is missing"),
+        ({"chosen": {"seeds": [1, 1]}}, "chosen.seeds: 1 is there twice"),
+        ({"seeds": [True]}, "seeds.0: True: "),
         ({"methods": {"../up": MAGNITUDE}}, "'../up' cannot be the name of a folder"),
         ({"methods": {"prepared": MAGNITUDE}}, "'prepared' cannot be the name of a folder"),
         ({"methods": {"m": {"settings": MAGNITUDE, "rates": [1]}}}, "methods.m.rates: [1] is not a key"),
@@ -92,6 +100,24 @@ def test_what_is_refused_names_the_key_the_value_and_the_remedy(write_grid, keys
         read_grid(write_grid(**keys))
     assert message in str(error.value)
     assert "grid.yml" in str(error.value) or "base.yml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, MAGNITUDE),
+        ({"lora_r": 16}, {**MAGNITUDE, "lora_r": 16}),
+        ({"settings": {"lora_r": 16}}, {**MAGNITUDE, "lora_r": 16}),
+        ({"settings": {}, "learning_rates": [0.5]}, MAGNITUDE),
+    ],
+)
+def test_keys_of_a_name_from_a_file_are_laid_over_the_files(write_grid, tmp_path, keys, expected):
+    """Else a method that the file names would be another one under its name."""
+    (tmp_path / "library.yml").write_text(yaml.safe_dump({"a": MAGNITUDE}))
+    grid = read_grid(write_grid(methods_from="library.yml", methods={"a": keys, "own": {"adapter": "lora"}}))
+    assert grid.methods["a"].settings == expected
+    assert grid.methods["a"].learning_rates == keys.get("learning_rates")
+    assert grid.methods["own"].settings == {"adapter": "lora"}
 
 
 def test_a_name_that_is_in_no_file_is_refused(write_grid, tmp_path):

@@ -16,7 +16,7 @@ from grid_records import grid, make_run, make_scores, save_records
 from axolotl_supertune.grid.figures import figures
 from axolotl_supertune.grid.findings import find
 from axolotl_supertune.grid.report import FIGURES, TABLES, report
-from axolotl_supertune.grid.runs import SCORES_FILE, BenchmarkScores, Run, Scores, read_runs, read_scores
+from axolotl_supertune.grid.runs import SCORES_FILE, BenchmarkScores, Run, Scores, last_words, read_runs, read_scores
 from axolotl_supertune.grid.statistics import Interval
 from axolotl_supertune.grid.tables import latex, tables
 
@@ -272,6 +272,26 @@ def test_without_the_reference(small):
     assert "No differences: the reference lora was not scored." in found.notes
     assert "differences" not in tables_of(small)
     assert set(figures(found)) == {"curves", "learning_rates", "cost"}
+
+
+def test_a_reference_that_was_never_run_is_refused_and_nothing_is_written(small):
+    result = run_report(small, "--reference", "dora")
+    assert result.exit_code == 1
+    assert "--reference: dora is none of the methods in" in result.output
+    assert "lora" in result.output
+    assert not (small / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ValueError: no\n\r  0%|   | 0/12 [00:01<?, ?it/s]\r  8%|#  | 1/12 [00:02<?, ?it/s]\n\n", "ValueError: no"),
+        ("a bar\r and its last words", "and its last words"),
+        ("", ""),
+    ],
+)
+def test_last_words_are_no_progress_bar(text, expected):
+    assert last_words(text) == expected
 
 
 def test_without_contamination_report_or_gold_targets(save):

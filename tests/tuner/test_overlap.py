@@ -147,6 +147,13 @@ def test_what_cannot_be_compared_is_named(make, tiny_llama, tmp_path):
     assert "named twice" in run(first, first).output
 
 
+def test_a_support_that_is_still_to_be_chosen_is_none(make):
+    first = make("first")
+    result = run(first, make("warming", supra_lambda=0.5, mask_score="squared_gradient", low_rank_warmup_steps=4))
+    assert result.exit_code == 1
+    assert "its support is still to be chosen; take a later checkpoint" in result.output
+
+
 def test_short_names(tmp_path):
     grid = [tmp_path / "runs" / method / rate / "adapter" for method in ("top", "bottom") for rate in ("lr1", "lr2")]
     assert short_names(grid) == ["top/lr1", "top/lr2", "bottom/lr1", "bottom/lr2"]
