@@ -21,6 +21,7 @@ def make_run(method, rate, seed=0, epochs=1, nll=1.0, **changes):
         "losses": [(step, 1.5 - step / 100) for step in range(10, 50, 10)] if ended else [],
         "eval_losses": [(0, 1.4), (20, (1.4 + nll) / 2), (40, nll)] if ended else [],
         "device": "One GPU",
+        "versions": {"torch": "2.0", "peft": "1.0"},
     }
     return Run(**{**values, **failed, **changes})
 

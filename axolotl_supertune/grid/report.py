@@ -90,6 +90,7 @@ def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:
         f"# {len(found.results)} methods, {len(found.runs)} runs",
         "Each method stands at the learning rate of its lowest validation NLL; test scores had no say in that. Methods "
         f"are ordered by validation NLL, {found.reference} first.",
+        _where(found),
     ]
     if found.comparisons:
         parts += [f"## What may be said, against {found.reference}", "\n".join(_said(found)), _method(found)]
@@ -97,6 +98,17 @@ def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:
         parts += ["## What is missing, or limits the numbers", "\n".join(f"- {_escaped(note)}" for note in found.notes)]
     parts += ["## Tables", _legend(), *texts.values(), "## Figures", *pictures]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _where(found: Any) -> str:
+    """Devices and versions of the runs; more than one of a kind shows in what is missing or limits the numbers."""
+    devices = sorted({run.device or "CPU" for run in found.runs})
+    versions: dict[str, set[str]] = {}
+    for run in found.runs:
+        for name, version in run.versions.items():
+            versions.setdefault(name, set()).add(version)
+    listed = [f"{name} {' and '.join(sorted(each))}" for name, each in sorted(versions.items())]
+    return f"Trained on: {', '.join(devices)}" + (f"; {', '.join(listed)}." if listed else ".")
 
 
 def _legend() -> str:
