@@ -40,7 +40,7 @@ from .grid import (
 )
 from .jobs import Job, Places, Pool
 from .record import VARIABLE, installed
-from .runs import RUN_FILE, SCORES_FILE, Run, RunKey, last_words, read_run, read_runs, read_scores
+from .runs import RUN_FILE, SCORES_FILE, Run, RunKey, Scores, last_words, read_run, read_runs, read_scores
 from .scoring import ASKED, Request
 
 GRID_FILE = "grid.json"
@@ -249,7 +249,7 @@ class Sweep:
             lines.append(("other seeds", which, "", "when training has ended"))
         if self.grid.score.runs != "none":
             for scored in [None, *(self.to_score() if ended else [])]:
-                there = self._scores(scored).is_file()
+                there = self._scored(scored) is not None
                 lines.append(
                     ("scoring", str(scored.folder) if scored else "base", *(("done", "") if there else ("", "score")))
                 )
@@ -398,22 +398,14 @@ class Sweep:
         return max(same or [run.seconds / run.key.epochs * key.epochs for run in like], default=None)
 
     def _score_missing(self) -> None:
-        asked = self.grid.score.model_dump(include=set(ASKED))
         missing: list[RunKey | None] = []
         seconds: list[float] = []
         for key in (None, *self.to_score()):
-            path = self._scores(key)
-            if not path.is_file():
+            scores = self._scored(key)
+            if scores is None:
                 missing.append(key)
-                continue
-            scores = read_scores(path)
-            seconds.append(scores.seconds)
-            for name, value in asked.items():
-                if scores.asked.get(name) != value:
-                    raise GridError(
-                        f"{path} was made with score: {{{name}: {scores.asked.get(name)}}}, and {self._path} says "
-                        f"{value}: put it back, or remove the scores.json files to score again."
-                    )
+            else:
+                seconds.append(scores.seconds)
         if not missing:
             return
         gone = [key for key in missing if key is not None and not _holds_weights(self.runs_dir / key.folder)]
@@ -430,6 +422,24 @@ class Sweep:
             if key is None or (_holds_weights(self.runs_dir / key.folder) and key in self._done())
         ]
         self._pool_run("scoring", jobs)
+
+    def _scored(self, key: RunKey | None) -> Scores | None:
+        """The scores of a run, or of the base, if there are any.
+
+        Raises:
+            GridError: they were asked otherwise than the grid asks now.
+        """
+        path = self._scores(key)
+        if not path.is_file():
+            return None
+        scores = read_scores(path)
+        for name, value in self.grid.score.model_dump(include=set(ASKED)).items():
+            if scores.asked.get(name) != value:
+                raise GridError(
+                    f"{path} was made with score: {{{name}: {scores.asked.get(name)}}}, and {self._path} says "
+                    f"{value}: put it back, or remove the scores.json files to score again."
+                )
+        return scores
 
     def _report_contamination(self) -> bool:
         """Whether there is a report of the training data: no model is scored without."""

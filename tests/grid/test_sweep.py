@@ -195,6 +195,8 @@ def test_scores_that_were_asked_otherwise_are_an_error(stage, write_grid):
     assert stage.sweep(write_grid(score={"limit": 2}))
     with pytest.raises(GridError, match=r"base/scores.json was made with score: \{limit: 2.0\}, and .* says None"):
         stage.sweep(write_grid())
+    with pytest.raises(GridError, match=r"base/scores.json was made with"):
+        Sweep(write_grid(), Places(()), None).plan()
 
 
 def test_a_model_that_could_not_be_scored_is_told_and_tried_again(stage, write_grid):
