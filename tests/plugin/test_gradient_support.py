@@ -8,13 +8,13 @@ import numpy
 import pytest
 import torch
 from peft import PeftConfig
+from trainings import StopAt, adapter_of, eval_losses, losses
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from axolotl_supertune import SupertunePlugin
 from axolotl_supertune import gradient_support as room
 from axolotl_supertune.checks import prepare
 from axolotl_supertune.support import select_support
-from axolotl_supertune.tuner import read_adapter
 from axolotl_supertune.tuner.gradient import sparse_layers
 
 SIFT = {"adapter": "super", "mask_score": "gradient", "sparse_direction": "top", "gradient_batches": 2}
@@ -25,18 +25,6 @@ ROSA = {
     "gradient_batches": 2,
     "low_rank_warmup_steps": 3,
 }
-
-
-def adapter_of(mapping):
-    return read_adapter(mapping["output_dir"])
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def eval_losses(trainer):
-    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
 @pytest.fixture
@@ -152,15 +140,6 @@ def test_rosa_warms_the_low_rank_part_up_before_the_sparse_part_begins(settings,
     state = trainer.optimizer.state
     steps = {int(state[layer.supra_values["default"]]["step"]) for layer in sparse_layers(trainer.model)}
     assert steps == {5}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("method", "stop", "chooses"), [(SIFT, 3, False), (ROSA, 3, True), (ROSA, 6, False)])

@@ -9,7 +9,8 @@ import torch
 import yaml
 from peft import PeftModel
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trainings import StopAt
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from axolotl_supertune import ActivationNorms
 from axolotl_supertune.grid.grid import RECORD, SUPERTUNE
@@ -100,12 +101,6 @@ def test_a_run_records_what_it_measured(recorded, train, base, data, tmp_path):
     assert not math.isclose(run.validation_nll, means[-1], rel_tol=1e-5)
 
 
-class StopAt(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 7:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("adapter", [None, "lora"])
 def test_a_run_that_goes_on_records_all_of_it(recorded, train, tmp_path, monkeypatch, adapter):
     lora = {"lora_r": 2, "lora_alpha": 16, "lora_target_linear": True} if adapter else {}
@@ -119,7 +114,7 @@ def test_a_run_that_goes_on_records_all_of_it(recorded, train, tmp_path, monkeyp
         patched.setattr(
             RecordPlugin,
             "add_callbacks_post_trainer",
-            lambda self, cfg, trainer: [*record(self, cfg, trainer), StopAt()],
+            lambda self, cfg, trainer: [*record(self, cfg, trainer), StopAt(7)],
         )
         with pytest.raises(KeyboardInterrupt):
             train(mapping)

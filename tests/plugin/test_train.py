@@ -12,24 +12,12 @@ import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
+from trainings import StopAt, adapter_of, eval_losses, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from axolotl_supertune import ActivationNorms, SupertunePlugin
-from axolotl_supertune.tuner import read_adapter
 
 PROMPTS = torch.randint(3, 400, (2, 17), generator=torch.Generator().manual_seed(1))
-
-
-def adapter_of(mapping):
-    return read_adapter(mapping["output_dir"])
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def eval_losses(trainer):
-    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
 def assert_equal_tensors(left, right):
@@ -102,17 +90,6 @@ def test_another_seed_writes_another_adapter(settings, train, tmp_path):
     train(one)
     train(two)
     assert any(not torch.equal(tensor, adapter_of(two)[name]) for name, tensor in adapter_of(one).items())
-
-
-class StopAt(TrainerCallback):
-    """Ends the process's training as a kill does: no final save."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("adapter", ["super", "supra"])
