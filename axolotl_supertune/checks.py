@@ -434,15 +434,9 @@ def _check_deepspeed(cfg: Config) -> None:
         return None if isinstance(found, Mapping) and found.get("device") == "none" else found
 
     stage = value("zero_optimization.stage")
-    if stage == 3:
+    if stage not in (1, 2, 3):
         raise ValueError(
-            "deepspeed: zero_optimization.stage: 3 does not work with adapter: "
-            f"{cfg['adapter']}: a process holds a part of every weight, and neither calibration nor the choice of a "
-            "support has one to look at. Use FSDP2 (fsdp_version: 2, with Axolotl 0.21), or stage 1 or 2."
-        )
-    if stage not in (1, 2):
-        raise ValueError(
-            f"deepspeed: zero_optimization.stage: {stage} shards nothing; write 1 or 2, or remove deepspeed (DDP)."
+            f"deepspeed: zero_optimization.stage: {stage} shards nothing; write 1, 2 or 3, or remove deepspeed (DDP)."
         )
     for key, reason in _REFUSED_IN_DEEPSPEED.items():
         if value(key) not in (None, False, "auto"):

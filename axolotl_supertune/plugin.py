@@ -32,12 +32,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
 from . import checks, quantized_base
-from .calibration import ActivationNorms, calibrate, streamed
+from .calibration import ActivationNorms, calibrate, gathered_in_turn, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
 from .gradient_support import ChooseByGradient
 from .ops.choice import described
 from .processes import Processes
+from .sharded import by_zero3
 from .table import layer_table
 from .trained import (
     check_not_the_start,
@@ -74,6 +75,7 @@ class SupertunePlugin(BasePlugin):
         self._finished = False
         self._awaits_gradient = False
         self._resumes: Path | None = None
+        self._deepspeed: Any = None
         # `axolotl supertune calibrate`: the text is read whatever there is to resume.
         self.calibrates_only = False
         # `axolotl supertune plan`: the machine that trains is another one.
@@ -117,6 +119,10 @@ class SupertunePlugin(BasePlugin):
         if cfg.adapter not in checks.ADAPTERS:
             return
         self._processes = _processes()
+        self._deepspeed = cfg.deepspeed
+        if cfg.deepspeed and cfg.torch_dtype is torch.bfloat16:
+            # zero.Init takes the base's dtype from here and from nothing else. `_keep_fp32` has the last word.
+            cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
         model_config = load_model_config(cfg)
         quantized_base.complete(cfg, model_config)
         if not self.calibrates_only:
@@ -138,6 +144,7 @@ class SupertunePlugin(BasePlugin):
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
         if cfg.adapter in checks.ADAPTERS:
+            cfg.deepspeed = self._deepspeed
             quantized_base.prepare(cfg, model)
 
     def load_adapter(
@@ -286,15 +293,21 @@ class SupertunePlugin(BasePlugin):
             provenance["training_data"] = _training(cfg)[0]["Training data"]
         # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
         batches = batches_of(windows, cfg.calibration_batch_size)
+        together, uncounted = by_zero3(model), []
         if not alone:
-            batches = batches[processes.rank :: processes.world]
+            parts = [batches[rank :: processes.world] for rank in range(processes.world)]
+            if together:  # whoever has one batch less still helps to gather
+                uncounted = batches[:1] * (len(parts[0]) - len(parts[processes.rank]))
+            batches = parts[processes.rank]
+        place: Any = streamed(model, cfg.device) if stream else contextlib.nullcontext()
         start = time.perf_counter()
-        with streamed(model, cfg.device) if stream else contextlib.nullcontext():
+        with gathered_in_turn(model) if together else place:
             norms = calibrate(
                 model,
                 batches,
                 layers=layers,
                 provenance=provenance,
+                uncounted=uncounted,
                 total_tokens=sum(
                     int(batch["attention_mask"].sum()) if isinstance(batch, dict) else batch.numel()
                     for batch in batches

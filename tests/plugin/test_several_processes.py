@@ -230,6 +230,15 @@ def test_zero_2_trains_as_one_process_and_resumes(even_settings, train, launch_d
     assert_equal_runs(two, resumed)
 
 
+def test_zero_3_trains_as_one_process_and_resumes(even_settings, train, launch_deepspeed):
+    one, two = even_settings(1, "one"), even_settings(2, "two", deepspeed=zero(3))
+    train(one)
+    status, output = launch_deepspeed(two)
+    print(output)
+    assert status == 0, output
+    assert_equal_runs(one, two)
+
+
 def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
     """The Trainer itself would go on with a new optimizer."""
     checkpoint = tmp_path / "checkpoint-4"
