@@ -120,8 +120,8 @@ class SupertunePlugin(BasePlugin):
             return
         self._processes = _processes()
         self._deepspeed = cfg.deepspeed
-        if cfg.deepspeed and cfg.torch_dtype is torch.bfloat16:
-            # zero.Init takes the base's dtype from here and from nothing else. `_keep_fp32` has the last word.
+        if checks.is_zero3(cfg) and cfg.torch_dtype is torch.bfloat16:
+            # zero.Init takes the base's dtype from here and from nothing else; training does not, see `_keep_fp32`.
             cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
         model_config = load_model_config(cfg)
         quantized_base.complete(cfg, model_config)
@@ -492,8 +492,9 @@ def _kernels(model: Any, cfg: Any) -> str:
     layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
     dense = [layer for layer in layers if not isinstance(layer, QuantizedSupraLinear)]
     dtype = dtypes[0] if dtypes else getattr(layers[0], "weight_dtype", layers[0].base_layer.weight.dtype)
-    if cfg.fsdp_config or not dense:
-        every_pass = "FSDP gathers the weights" if cfg.fsdp_config else "quantized weights are dequantized"
+    gathers = "FSDP" if cfg.fsdp_config else "DeepSpeed" if checks.is_zero3(cfg) else None
+    if gathers or not dense:
+        every_pass = f"{gathers} gathers the weights" if gathers else "quantized weights are dequantized"
         return f"{described(device, dtype, rank=0)} (the gradient of U alone; {every_pass} in every pass)"
     rank = max(budget.rank for layer in dense for budget in layer.supra_budget.values())
     return described(device, dtype, rank)

@@ -2,7 +2,8 @@
 
 FSDP2 (`fully_shard`) puts DTensors in the place of parameters, and gathers them around the modules that it was called
 on. DeepSpeed's ZeRO-3 leaves the parameters what they are, empties them to shape (0,), and gathers them around the
-module that owns them; under `zero.Init` they are empty from the start, so that no process ever holds the model.
+module that owns them, or that was seen to read them: an adapted layer reads the weight of the layer inside it. Under
+`zero.Init` they are empty from the start, so that no process ever holds the model.
 
 DeepSpeed is imported only where a parameter of it is at hand.
 """
@@ -18,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 def is_sharded(layer: nn.Module) -> bool:
     """Whether a layer's weight is here only while something gathers it."""
-    # `fully_shard` marks what it manages so for torch.compile. Not `layer.weight`: in a forward of DeepSpeed's engine
-    # whoever looks at a parameter that is not here gathers it, and has it gathered with his module ever after.
+    # `fully_shard` marks what it manages so for torch.compile. Not `layer.weight`: in a forward of DeepSpeed's engine a
+    # look at an empty parameter gathers it, and has it gathered ever after with the module that is running.
     return getattr(layer, "_is_fsdp_managed_module", False) or _is_zero3(layer._parameters.get("weight"))
 
 
@@ -33,7 +34,7 @@ def _is_zero3(parameter: Tensor | None) -> bool:
 
 
 def gathered_weight(layer: Any, name: str) -> Tensor:
-    """The weight (c, b) of a sharded layer, gathered for the forward or the backward that is running.
+    """The weight (c, b) of a sharded layer, gathered for the forward or the backward of the adapted layer that runs.
 
     Args:
         layer: a linear layer.
@@ -57,17 +58,6 @@ def gathered_weight(layer: Any, name: str) -> Tensor:
             "its output."
         )
     return weight
-
-
-def gather_with(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Have ZeRO-3 gather parameters around the forward and the backward of a module that is not their own.
-
-    FSDP2 needs no word: it gathers around whole decoder layers.
-    """
-    from deepspeed.runtime.zero import register_external_parameter
-
-    for parameter in parameters:
-        register_external_parameter(module, parameter)
 
 
 def whole(tensor: Tensor) -> Tensor:

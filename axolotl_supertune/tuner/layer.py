@@ -16,7 +16,7 @@ from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, 
 from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
 from ..ops.reference import check_frozen
 from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
-from ..sharded import by_zero3, gather_with, gathered_weight, is_sharded
+from ..sharded import gathered_weight, is_sharded
 from ..support import index_dtype
 from .checkpoint import unpack_whole
 from .combine import Combined
@@ -507,11 +507,6 @@ class SupraLinear(nn.Module, SupraLayer):
             return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
         check_frozen(base.weight)
         return self.transient(x, partial(gathered_weight, base, self.supra_layer), sparse, low_rank)
-
-    def gather_together(self) -> None:
-        """Have ZeRO-3 gather with this layer what it reads: the base weight, and U, L and R of all adapters."""
-        if by_zero3(self.base_layer):
-            gather_with(self, self.parameters())
 
     # The compiler breaks its graph here: it cannot look into what makes the weight, nor into what is made per layer.
     @torch.compiler.disable

@@ -88,9 +88,6 @@ class SupraModel(BaseTuner):
         super().inject_adapter(model, *args, **kwargs)
         for parameter, is_trained in trained:
             parameter.requires_grad_(is_trained)
-        for module in model.modules():
-            if isinstance(module, SupraLinear):
-                module.gather_together()
         share_work(model)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
