@@ -87,6 +87,10 @@ class SupertunePlugin(BasePlugin):
         self._inference = bool(cfg.get("inference"))  # Axolotl's schema drops the key
         if cfg.get("adapter") not in checks.ADAPTERS:
             return
+        if self._inference or cfg.get("merge_lora") or _called_from("axolotl.cli.merge_lora", "do_cli"):
+            # One process does that. Axolotl would start DeepSpeed all the same (for merge-lora in a first look at the
+            # YAML, before it says merge_lora), and under ZeRO-3 load a base without weights.
+            cfg["deepspeed"] = None
         if not self.plans_only:
             checks.check_deepspeed_is_installed(cfg)
         trained = Path(cfg.get("output_dir") or ".")
@@ -421,10 +425,17 @@ def _draw_by_name(model: Any, seed: int) -> None:
 
 
 def _is_evaluation() -> bool:
-    """Whether `axolotl evaluate` is what runs: its config says nothing of it, so the callers are asked."""
+    """Whether `axolotl evaluate` is what runs."""
+    return _called_from("axolotl.evaluate", "evaluate")
+
+
+def _called_from(module: str, function: str) -> bool:
+    """Whether a function of Axolotl's is running: for commands of which their config says nothing."""
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "evaluate" and frame.f_globals.get("__name__") == "axolotl.evaluate":
+        # Of a module that is run as a command the name is __main__.
+        spec = frame.f_globals.get("__spec__")
+        if frame.f_code.co_name == function and getattr(spec, "name", None) == module:
             return True
         frame = frame.f_back
     return False
