@@ -54,11 +54,11 @@ SETTINGS = [
 ]
 
 
-def keeps_no_weight(rank, folder):
+def keeps_no_weight(rank, folder, settings):
     """In every setting the gradients, the weights that were saved for backward, written into or never freed."""
     deepspeed = start(rank)
 
-    def setting(kind="one", checkpointing=False, whole=False, persistent=0, supra_lambda=0.5):
+    def setting(kind="one", checkpointing=False, whole=False, persistent=0, supra_lambda=0.5, steps=STEPS):
         from axolotl_supertune import sharded
 
         model = base(torch.float32, checkpointing)
@@ -78,7 +78,7 @@ def keeps_no_weight(rank, folder):
             return tensor
 
         rows = slice(2 * rank, 2 * rank + 2)
-        for _ in range(STEPS):
+        for _ in range(steps):
             losses = []
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 for at in STEPS_OF[kind]:
@@ -106,7 +106,7 @@ def keeps_no_weight(rank, folder):
             kinds,
         )
 
-    return [setting(**each) for each in SETTINGS]
+    return [setting(**each) for each in settings]
 
 
 def dense_step(model, kind):
@@ -116,7 +116,12 @@ def dense_step(model, kind):
     return {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
 
 
-def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "kernels"),
+    [(SETTINGS, "auto"), ([{"steps": 1}], "triton")],
+    ids=["", "triton"],
+)
+def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypatch, settings, kernels):
     from axolotl_supertune.tuner import SupraLinear
 
     monkeypatch.setattr(SupraLinear, "computed", dense_computed)
@@ -125,9 +130,12 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
         for kind in STEPS_OF
         for supra_lambda in (0.5, 0.0)
     }
-    for outcomes in run(keeps_no_weight):
-        assert len(outcomes) == len(SETTINGS)
-        for setting, (found, saved, changed, kept, kinds) in zip(SETTINGS, outcomes, strict=True):
+    if kernels == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("SUPERTUNE_KERNELS", kernels)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for outcomes in run(keeps_no_weight, settings):
+        for setting, (found, saved, changed, kept, kinds) in zip(settings, outcomes, strict=True):
             exact = expected[setting.get("kind", "one"), setting.get("supra_lambda", 0.5)]
             assert found.keys() == exact.keys()
             for name, gradient in exact.items():
@@ -135,7 +143,7 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
                 assert found[name].dtype == torch.float32
                 assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), (setting, name)
             assert saved == changed == kept == [], setting
-            assert kinds == {"BlockGradient"}
+            assert kinds == {"SampledGradient" if kernels == "triton" else "BlockGradient"}
 
 
 CHOICES = [

@@ -186,6 +186,33 @@ def test_a_deepspeed_config_that_rounds_nothing_passes(tmp_path, more):
     assert cfg["deepspeed"] == str(path)
 
 
+@pytest.mark.parametrize("command", [{"merge_lora": True}, {"inference": True, "lora_model_dir": "adapter"}], ids=str)
+def test_one_process_that_merges_or_talks_starts_no_deepspeed(tmp_path, monkeypatch, command):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "deepspeed" else found(name))
+    monkeypatch.setattr("axolotl_supertune.plugin.quantized_base.load_as_trained", lambda *args: None)
+    cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": zero3(), "output_dir": str(tmp_path), **command}
+    SupertunePlugin().register(cfg)
+    assert cfg["deepspeed"] is None
+
+
+def test_the_first_look_of_merge_lora_at_the_yaml_starts_no_deepspeed(monkeypatch):
+    from axolotl.cli import merge_lora
+
+    class Seen(Exception):
+        pass
+
+    def load_cfg(config, **changes):
+        cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": zero3()}
+        SupertunePlugin().register(cfg)
+        raise Seen(cfg["deepspeed"])
+
+    monkeypatch.setattr(merge_lora, "load_cfg", load_cfg)
+    with pytest.raises(Seen) as seen:
+        merge_lora.do_cli(config="run.yml")
+    assert seen.value.args == (None,)
+
+
 def test_deepspeed_that_is_not_installed_names_the_extra(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "deepspeed" else found(name))

@@ -84,9 +84,16 @@ def even_settings(settings, problems, tmp_path):
     return make
 
 
-def losses_in(mapping):
+def logged_in(mapping, key):
+    """What a run of 8 steps logged under a key, and something at all."""
     state = json.loads((Path(mapping["output_dir"]) / "checkpoint-8/trainer_state.json").read_text())
-    return torch.tensor([entry["loss"] for entry in state["log_history"] if "loss" in entry])
+    found = [entry[key] for entry in state["log_history"] if key in entry]
+    assert found, key
+    return found
+
+
+def losses_in(mapping):
+    return torch.tensor(logged_in(mapping, "loss"))
 
 
 def assert_equal_runs(here, there):
@@ -247,6 +254,8 @@ def test_zero_3_trains_as_one_process_resumes_and_merges(even_settings, train, l
     assert all(torch.equal(norm, norms[1][layer]) for layer, norm in norms[0].norms.items())
     checkpoint = Path(two["output_dir"]) / "checkpoint-4"
     assert stages_in(checkpoint) == [3, 3]
+    assert logged_in(one, "supertune/trainable_parameters") == logged_in(two, "supertune/trainable_parameters")
+    assert logged_in(one, "supertune/adapter_mib") == logged_in(two, "supertune/adapter_mib")
 
     checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     resumed = even_settings(
