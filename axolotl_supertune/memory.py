@@ -540,7 +540,7 @@ def _calibration(shape: Shape, step: Step, engine: Engine, held: float, calibrat
     forward = tokens * step.width * (4 * shape.hidden + 3 * shape.intermediate)
     live = _gathered(shape, step, engine)[1]
     if engine.name == "ZeRO-3":
-        # There is no engine yet: the plugin gathers one decoder layer at a time.
-        embeddings = shape.embeddings * step.width
-        live = max((base_bytes(shape, step) - embeddings - shape.other * step.width) / shape.blocks, embeddings)
+        # There is no engine yet: the plugin gathers one decoder layer, or the embeddings, at a time.
+        blocks = base_bytes(shape, step) - (shape.embeddings + shape.other) * step.width
+        live = max(blocks / shape.blocks, shape.vocabulary * shape.hidden * step.width)
     return held + forward + live + _WORKSPACE

@@ -1,4 +1,4 @@
-"""A model that FSDP2 or ZeRO-3 manages: the kernels leave it alone, and what was written in before is not lost unseen."""
+"""A model that FSDP2 or ZeRO-3 manages: kernels leave it alone, and what was written in before is not lost unseen."""
 
 import copy
 from collections import OrderedDict
