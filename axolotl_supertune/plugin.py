@@ -75,6 +75,7 @@ class SupertunePlugin(BasePlugin):
         self._finished = False
         self._awaits_gradient = False
         self._resumes: Path | None = None
+        # What the YAML says, while the base is loaded with something else.
         self._deepspeed: Any = None
         # `axolotl supertune calibrate`: the text is read whatever there is to resume.
         self.calibrates_only = False
@@ -123,9 +124,9 @@ class SupertunePlugin(BasePlugin):
         if cfg.adapter not in checks.ADAPTERS:
             return
         self._processes = _processes()
-        self._deepspeed = cfg.deepspeed
         if checks.is_zero3(cfg) and cfg.torch_dtype is torch.bfloat16:
             # zero.Init takes the base's dtype from here and from nothing else; training does not, see `_keep_fp32`.
+            self._deepspeed = cfg.deepspeed
             cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
         model_config = load_model_config(cfg)
         quantized_base.complete(cfg, model_config)
@@ -148,7 +149,8 @@ class SupertunePlugin(BasePlugin):
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
         if cfg.adapter in checks.ADAPTERS:
-            cfg.deepspeed = self._deepspeed
+            if self._deepspeed is not None:
+                cfg.deepspeed, self._deepspeed = self._deepspeed, None
             quantized_base.prepare(cfg, model)
 
     def load_adapter(
