@@ -43,11 +43,22 @@ from .grid import (
 )
 from .jobs import Job, Places, Pool
 from .record import VARIABLE, installed
-from .runs import RUN_FILE, SCORES_FILE, Run, RunKey, Scores, last_words, read_run, read_runs, read_scores
+from .runs import (
+    CONFIG_FILE,
+    RUN_FILE,
+    SCORES_FILE,
+    Run,
+    RunKey,
+    Scores,
+    Setup,
+    last_words,
+    read_run,
+    read_runs,
+    read_scores,
+)
 from .scoring import ASKED, Request
 
 GRID_FILE = "grid.json"
-CONFIG_FILE = "config.yml"
 LOG_FILE = "log.txt"
 CONTAMINATION_FILE = "contamination.json"
 ADAPTER_FOLDER = "adapter"
@@ -398,9 +409,14 @@ class Sweep:
 
     def _training(self, key: RunKey) -> Job:
         folder = self.runs_dir / key.folder
-        text = _as_yaml(self.settings(key))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        known = {"key": key.model_dump(), "config_sha256": digest, "jobs_per_gpu": self._places.jobs_per_gpu}
+        settings = self.settings(key)
+        text = _as_yaml(settings)
+        known = {
+            "key": key.model_dump(),
+            "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "setup": Setup.of(settings).model_dump(),
+            "jobs_per_gpu": self._places.jobs_per_gpu,
+        }
         started = datetime.now(UTC)
 
         def begin() -> None:
