@@ -273,6 +273,21 @@ def test_no_run_is_started_that_would_end_too_late(stage, write_grid):
     assert stage.calls("run") == FIRST[1:]
 
 
+def test_a_log_says_how_far_it_is_and_how_long_it_will_take(stage, write_grid):
+    """As the bar of a terminal does; of the first runs nobody knows how long they take."""
+    grid = write_grid(score={"runs": "none"})
+    stage.plan |= {"seconds": 7200, "behaviour": {"magnitude 0.0001 0": "fail"}}
+    assert not stage.sweep(grid)
+    lines = [line for line in stage.printed.splitlines() if " of 4" in line]
+    assert [line.partition(" (")[2].partition(")")[0] for line in lines] == [
+        "1 of 4, 6 h 0 min left",
+        "2 of 4, 4 h 0 min left",
+        "3 of 4, 2 h 0 min left",
+        "4 of 4",
+    ]
+    assert "(3 of 4, 2 h 0 min left): ended with exit code 7" in lines[2]
+
+
 def test_a_run_that_is_over_the_limit_is_stopped_and_goes_on(stage, write_grid, tmp_path):
     grid = write_grid(score={"runs": "none"})
     stage.plan["behaviour"] = {"lora 0.0001 0": "block"}
