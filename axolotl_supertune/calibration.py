@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from . import quantized
+from . import quantized, sharded
 from .files import whole_file
 
 FORMAT = "activation_norms"
@@ -129,6 +129,7 @@ def calibrate(
     *,
     layers: Sequence[str] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    uncounted: Iterable[Batch] = (),
     total_tokens: int | None = None,
     progress: bool = True,
     sum_processes: Callable[[Tensor], Tensor] | None = None,
@@ -144,6 +145,8 @@ def calibrate(
             Batches are moved to the model's device.
         layers: names of the layers to observe; default all `nn.Linear` but the output embedding.
         provenance: what to record beside the norms (dataset, seed, …); model name, samples and tokens are added.
+        uncounted: batches that are run and not looked at: processes that hold a model together (`gathered_in_turn`)
+            must all run as many.
         total_tokens: how many tokens the batches hold, if known, for the bar.
         progress: show a bar with tokens per second.
         sum_processes: where several processes take a part of the batches each (one may get none): gives the sum over
@@ -183,6 +186,10 @@ def calibrate(
                 samples += shape[0]
                 tokens += real_tokens
                 bar.update(real_tokens)
+            for hook in hooks:
+                hook.remove()
+            for batch in uncounted:
+                _run(runner, _to_device(batch, device))
     finally:
         for hook in hooks:
             hook.remove()
@@ -211,12 +218,10 @@ def streamed(model: nn.Module, device: torch.device | str) -> Iterator[None]:
     Raises:
         ValueError: the model does not say what its decoder layers are (transformers' `_no_split_modules`).
     """
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    blocks, others = _blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} does not name its decoder layers: it cannot be streamed.")
-    inside = {module for block in blocks for module in block.modules()}
-    rest = _Moved([module for module in model.modules() if module not in inside])
+    rest = _Moved(others)
     rest.to(device)
     hooks = []
     try:
@@ -229,6 +234,45 @@ def streamed(model: nn.Module, device: torch.device | str) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         rest.back()
+
+
+@contextlib.contextmanager
+def gathered_in_turn(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that ZeRO-3 shards runs without its engine, with one decoder layer gathered at a time.
+
+    Every process must run it equally often. Embeddings, final norm and output layer are gathered one by one.
+    """
+    blocks, others = _blocks(model)
+    units = [(block, list(block.parameters())) for block in blocks]
+    units += [(module, list(module.parameters(recurse=False))) for module in others]
+    hooks = []
+    try:
+        for module, parameters in units:
+            if parameters:
+                # A unit is entered and left in one call of its module: one place for the context that is open.
+                opened = contextlib.ExitStack()
+
+                def enter(*_: Any, opened: Any = opened, parameters: Any = parameters) -> None:
+                    opened.enter_context(sharded.gathered(parameters))
+
+                hooks.append(module.register_forward_pre_hook(enter))
+                hooks.append(module.register_forward_hook(lambda *_, opened=opened: opened.close(), always_call=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _blocks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The decoder layers of a model (none if it does not say what they are), and the modules outside them."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if type(module).__name__ in kinds and module not in inside:
+            blocks.append(module)
+            inside.update(module.modules())
+    return blocks, [module for module in model.modules() if module not in inside]
 
 
 class _Moved:
@@ -268,7 +312,8 @@ def model_fingerprint(model: nn.Module) -> str | None:
     """sha256 over every base parameter's name, shape and 64 evenly spaced entries, rounded to bf16.
 
     Every parameter shapes the activations, not those of the calibrated layers alone. The rounding makes one checkpoint
-    give one fingerprint whether it was loaded in fp32 or in bf16. Adapters on the model do not count.
+    give one fingerprint whether it was loaded in fp32 or in bf16. Adapters on the model do not count. Of a model that
+    ZeRO-3 shards every process must call this: its parameters are gathered, one at a time.
 
     Returns:
         The hex digest, or None if a weight is on the meta device.
@@ -281,10 +326,11 @@ def model_fingerprint(model: nn.Module) -> str | None:
         if parameter.is_meta:
             return None
         plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
-        for flat in quantized.stored(parameter):
+        for flat in quantized.stored(sharded.whole(parameter)):
             step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
-            samples.append(flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16))
-            labels.append(f"{plain}{tuple(parameter.shape)}")
+            # A copy: a view would keep all of a gathered parameter.
+            samples.append(flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16, copy=True))
+            labels.append(f"{plain}{tuple(sharded.shape_of(parameter))}")
     digest = hashlib.sha256()
     for label, sample in zip(labels, _to_host(samples), strict=True):
         digest.update(label.encode())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from .processes import Processes
+from .sharded import dtype_of, shape_of
 from .trained import adapter_tensors, check_saved, untrained
 from .tuner import SupraLayer
 
@@ -32,7 +33,8 @@ class RequireAllTrained(TrainerCallback):
 
 def _groups(optimizer: Any) -> Iterable[Iterable[Tensor]]:
     """The parameters that an optimizer trains; of DeepSpeed's ZeRO, `param_groups` are flat partitions of them."""
-    groups = getattr(getattr(optimizer, "optimizer", None), "bit16_groups", None)
+    zero = getattr(optimizer, "optimizer", None)
+    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "fp16_groups", None)  # stages 1 and 2; stage 3
     return [group["params"] for group in optimizer.param_groups] if groups is None else groups
 
 
@@ -41,9 +43,10 @@ class RequireFp32(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, tensor in adapter_tensors(kwargs["model"]).items():
-            if name.endswith((".supra_values", ".supra_L", ".supra_R")) and tensor.dtype != torch.float32:
+            dtype = dtype_of(tensor)
+            if name.endswith((".supra_values", ".supra_L", ".supra_R")) and dtype != torch.float32:
                 raise RuntimeError(
-                    f"{name} has become {tensor.dtype}: U, L and R are trained in fp32, and something that prepared "
+                    f"{name} has become {dtype}: U, L and R are trained in fp32, and something that prepared "
                     "the model has cast them. Please report this, with the config and the versions of axolotl and "
                     "accelerate."
                 )
@@ -127,7 +130,7 @@ class LogCost(TrainerCallback):
         self._tokens = self._peak = 0
         self._started = self._stopped = time.perf_counter()
         model = kwargs["model"]
-        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        trainable = sum(shape_of(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
         self._store({"supertune/adapter_mib": _adapter_bytes(model) / 2**20})
         self._store({"supertune/trainable_parameters": trainable}, reduction="max")  # integers have no mean
 
@@ -184,4 +187,4 @@ def _adapter_bytes(model: nn.Module) -> int:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if not name.startswith("base_layer."):
                     tensors[id(tensor)] = tensor
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum(shape_of(tensor).numel() * tensor.element_size() for tensor in tensors.values())

@@ -390,19 +390,31 @@ _REFUSED_IN_DEEPSPEED: dict[str, str] = {
     "amp.enabled": "it is Apex's mixed precision, which casts U, L and R. Remove it, and use bf16: true in the YAML",
     "torch_autocast": "the plugin writes it as bf16 in the YAML says. Remove it",
     "zero_optimization.zero_quantized_weights": "it rounds what is trained. Remove it",
+    "zero_optimization.zero_quantized_nontrainable_weights": "it rounds the base, which the scores are computed from. "
+    "Remove it",
     "zero_optimization.zero_quantized_gradients": "it rounds the gradients. Remove it",
     "zero_optimization.offload_optimizer": "it was not tried, and an adapter's state is small. Remove it",
-    "zero_optimization.offload_param": "it belongs to ZeRO-3. Remove it",
+    "zero_optimization.offload_param": "it was not tried. Remove it",
+    "zero_optimization.cpu_offload": "it was not tried, and an adapter's state is small. Remove it",
+    "zero_optimization.cpu_offload_param": "it was not tried. Remove it",
+    "zero_optimization.stage3_module_granularity_threshold": "it was not tried: gradients of layers that are gathered "
+    "together are reduced before they are there, where the input needs none. Remove it",
+    "zero_optimization.leaf_module": "it was not tried: gradients of layers that are gathered together are reduced "
+    "before they are there, where the input needs none. Remove it",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "what is fetched together must be of one dtype there, "
+    "and an adapted layer has two: U, L and R are fp32. Remove it",
     "zero_optimization.zenflow": "it was not tried. Remove it",
     "compression_training": "it prunes or quantizes what is trained. Remove it",
     "tensor_parallel": "it is not supported yet. Remove it",
 }
+# Keys that do nothing with this value, and shard the base otherwise than over all processes with another.
+_SHARDS_OTHERWISE = {"zero_optimization.zero_hpz_partition_size": 1, "zero_optimization.mics_shard_size": -1}
 _REFUSED_BESIDE_DEEPSPEED: dict[str, str] = {
     "fp16": "DeepSpeed would cast U, L and R to fp16; use bf16: true",
     "torch_compile": "it was not tried. Remove one of them",
     "deepcompile": "it was not tried. Remove it",
-    "load_in_4bit": "it was not tried; DDP keeps the quantized base on every GPU just as ZeRO-1 and ZeRO-2 do",
-    "load_in_8bit": "it was not tried; DDP keeps the quantized base on every GPU just as ZeRO-1 and ZeRO-2 do",
+    "load_in_4bit": "it was not tried; DDP keeps the quantized base on every GPU, as ZeRO-1 and ZeRO-2 would",
+    "load_in_8bit": "it was not tried; DDP keeps the quantized base on every GPU, as ZeRO-1 and ZeRO-2 would",
     "lora_modules_to_save": "DeepSpeed joins all that is trained in one tensor, and these modules are of the base's "
     "dtype; use DDP or FSDP2",
 }
@@ -423,6 +435,14 @@ def deepspeed_config(named: Any) -> Mapping[str, Any]:
         raise ValueError(f"deepspeed: {named} cannot be read as a DeepSpeed config: {error}.") from error
 
 
+def is_zero3(cfg: Mapping[str, Any]) -> bool:
+    """Whether the YAML asks for DeepSpeed's ZeRO-3."""
+    return (
+        bool(cfg.get("deepspeed"))
+        and (deepspeed_config(cfg["deepspeed"]).get("zero_optimization") or {}).get("stage") == 3
+    )
+
+
 def _check_deepspeed(cfg: Config) -> None:
     config = deepspeed_config(cfg["deepspeed"])
 
@@ -434,19 +454,19 @@ def _check_deepspeed(cfg: Config) -> None:
         return None if isinstance(found, Mapping) and found.get("device") == "none" else found
 
     stage = value("zero_optimization.stage")
-    if stage == 3:
+    if stage not in (1, 2, 3):
         raise ValueError(
-            "deepspeed: zero_optimization.stage: 3 does not work with adapter: "
-            f"{cfg['adapter']}: a process holds a part of every weight, and neither calibration nor the choice of a "
-            "support has one to look at. Use FSDP2 (fsdp_version: 2, with Axolotl 0.21), or stage 1 or 2."
-        )
-    if stage not in (1, 2):
-        raise ValueError(
-            f"deepspeed: zero_optimization.stage: {stage} shards nothing; write 1 or 2, or remove deepspeed (DDP)."
+            f"deepspeed: zero_optimization.stage: {stage} shards nothing; write 1, 2 or 3, or remove deepspeed (DDP)."
         )
     for key, reason in _REFUSED_IN_DEEPSPEED.items():
         if value(key) not in (None, False, "auto"):
             raise ValueError(f"deepspeed: {key}: {value(key)} does not work with adapter: {cfg['adapter']}: {reason}.")
+    for key, nothing in _SHARDS_OTHERWISE.items():
+        if value(key) not in (None, nothing):
+            raise ValueError(
+                f"deepspeed: {key}: {value(key)} does not work with adapter: {cfg['adapter']}: it was not tried. "
+                "Remove it."
+            )
     for key in ("communication_data_type", "data_types.grad_accum_dtype"):
         if value(key) not in (None, "fp32"):
             raise ValueError(

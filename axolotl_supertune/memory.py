@@ -538,4 +538,9 @@ def _calibration(shape: Shape, step: Step, engine: Engine, held: float, calibrat
     tokens = calibration.rows * calibration.length
     # The embeddings, a block's input, its residual and the normalised one; silu(gate), up and their product.
     forward = tokens * step.width * (4 * shape.hidden + 3 * shape.intermediate)
-    return held + forward + _gathered(shape, step, engine)[1] + _WORKSPACE
+    live = _gathered(shape, step, engine)[1]
+    if engine.name == "ZeRO-3":
+        # There is no engine yet: the plugin gathers one decoder layer, or the embeddings, at a time.
+        blocks = base_bytes(shape, step) - (shape.embeddings + shape.other) * step.width
+        live = max(blocks / shape.blocks, shape.vocabulary * shape.hidden * step.width)
+    return held + forward + live + _WORKSPACE

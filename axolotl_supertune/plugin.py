@@ -32,12 +32,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
 from . import checks, quantized_base
-from .calibration import ActivationNorms, calibrate, streamed
+from .calibration import ActivationNorms, calibrate, gathered_in_turn, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
 from .gradient_support import ChooseByGradient
 from .ops.choice import described
 from .processes import Processes
+from .sharded import by_zero3
 from .table import layer_table
 from .trained import (
     check_not_the_start,
@@ -74,6 +75,7 @@ class SupertunePlugin(BasePlugin):
         self._finished = False
         self._awaits_gradient = False
         self._resumes: Path | None = None
+        self._deepspeed: Any = None
         # `axolotl supertune calibrate`: the text is read whatever there is to resume.
         self.calibrates_only = False
         # `axolotl supertune plan`: the machine that trains is another one.
@@ -85,6 +87,10 @@ class SupertunePlugin(BasePlugin):
         self._inference = bool(cfg.get("inference"))  # Axolotl's schema drops the key
         if cfg.get("adapter") not in checks.ADAPTERS:
             return
+        if self._inference or cfg.get("merge_lora") or _called_from("axolotl.cli.merge_lora", "do_cli"):
+            # One process does that. Axolotl would start DeepSpeed all the same (for merge-lora in a first look at the
+            # YAML, before it says merge_lora), and under ZeRO-3 load a base without weights.
+            cfg["deepspeed"] = None
         if not self.plans_only:
             checks.check_deepspeed_is_installed(cfg)
         trained = Path(cfg.get("output_dir") or ".")
@@ -117,6 +123,10 @@ class SupertunePlugin(BasePlugin):
         if cfg.adapter not in checks.ADAPTERS:
             return
         self._processes = _processes()
+        self._deepspeed = cfg.deepspeed
+        if checks.is_zero3(cfg) and cfg.torch_dtype is torch.bfloat16:
+            # zero.Init takes the base's dtype from here and from nothing else; training does not, see `_keep_fp32`.
+            cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
         model_config = load_model_config(cfg)
         quantized_base.complete(cfg, model_config)
         if not self.calibrates_only:
@@ -138,6 +148,7 @@ class SupertunePlugin(BasePlugin):
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
         if cfg.adapter in checks.ADAPTERS:
+            cfg.deepspeed = self._deepspeed
             quantized_base.prepare(cfg, model)
 
     def load_adapter(
@@ -286,15 +297,21 @@ class SupertunePlugin(BasePlugin):
             provenance["training_data"] = _training(cfg)[0]["Training data"]
         # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
         batches = batches_of(windows, cfg.calibration_batch_size)
+        together, uncounted = by_zero3(model), []
         if not alone:
-            batches = batches[processes.rank :: processes.world]
+            parts = [batches[rank :: processes.world] for rank in range(processes.world)]
+            if together:  # whoever has one batch less still helps to gather
+                uncounted = batches[:1] * (len(parts[0]) - len(parts[processes.rank]))
+            batches = parts[processes.rank]
+        place: Any = streamed(model, cfg.device) if stream else contextlib.nullcontext()
         start = time.perf_counter()
-        with streamed(model, cfg.device) if stream else contextlib.nullcontext():
+        with gathered_in_turn(model) if together else place:
             norms = calibrate(
                 model,
                 batches,
                 layers=layers,
                 provenance=provenance,
+                uncounted=uncounted,
                 total_tokens=sum(
                     int(batch["attention_mask"].sum()) if isinstance(batch, dict) else batch.numel()
                     for batch in batches
@@ -408,10 +425,17 @@ def _draw_by_name(model: Any, seed: int) -> None:
 
 
 def _is_evaluation() -> bool:
-    """Whether `axolotl evaluate` is what runs: its config says nothing of it, so the callers are asked."""
+    """Whether `axolotl evaluate` is what runs."""
+    return _called_from("axolotl.evaluate", "evaluate")
+
+
+def _called_from(module: str, function: str) -> bool:
+    """Whether a function of Axolotl's is running: for commands of which their config says nothing."""
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "evaluate" and frame.f_globals.get("__name__") == "axolotl.evaluate":
+        # Of a module that is run as a command the name is __main__.
+        spec = frame.f_globals.get("__spec__")
+        if frame.f_code.co_name == function and getattr(spec, "name", None) == module:
             return True
         frame = frame.f_back
     return False
@@ -479,8 +503,9 @@ def _kernels(model: Any, cfg: Any) -> str:
     layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
     dense = [layer for layer in layers if not isinstance(layer, QuantizedSupraLinear)]
     dtype = dtypes[0] if dtypes else getattr(layers[0], "weight_dtype", layers[0].base_layer.weight.dtype)
-    if cfg.fsdp_config or not dense:
-        every_pass = "FSDP gathers the weights" if cfg.fsdp_config else "quantized weights are dequantized"
+    gathers = "FSDP" if cfg.fsdp_config else "DeepSpeed" if checks.is_zero3(cfg) else None
+    if gathers or not dense:
+        every_pass = f"{gathers} gathers the weights" if gathers else "quantized weights are dequantized"
         return f"{described(device, dtype, rank=0)} (the gradient of U alone; {every_pass} in every pass)"
     rank = max(budget.rank for layer in dense for budget in layer.supra_budget.values())
     return described(device, dtype, rank)

@@ -12,9 +12,9 @@ from peft import PeftConfig, PeftModel
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .processes import Processes, digest_of
+from .sharded import shape_of, whole
 from .tuner import SupraConfig, SupraLayer
 from .tuner.checkpoint import unpack
 
@@ -211,8 +211,8 @@ def check_saved(model: Any, folder: Path, *, values: bool = False, reads: bool =
         if name not in saved:
             if name.removesuffix(".supra_indices") not in damaged:
                 problems.append(f"{name} is missing")
-        elif saved[name].shape != tensor.shape:
-            problems.append(f"{name} has shape {tuple(saved[name].shape)}, the model's {tuple(tensor.shape)}")
+        elif saved[name].shape != shape_of(tensor):
+            problems.append(f"{name} has shape {tuple(saved[name].shape)}, the model's {tuple(shape_of(tensor))}")
         elif (values or name.endswith(".supra_indices")) and not _equal(saved[name], tensor):
             problems.append(f"{name} has other values")
     problems += [f"{layer}: {problem}" for layer, problem in damaged.items()]
@@ -224,11 +224,6 @@ def check_saved(model: Any, folder: Path, *, values: bool = False, reads: bool =
             + (f" ({len(problems)} tensors are wrong)" if len(problems) > 1 else "")
             + ". Do not go on from it; please report this, with the versions of axolotl, accelerate and peft."
         )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor, gathered if it is sharded; then every process must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _equal(saved: Tensor, tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import quantized
+from .. import quantized, sharded
 from ..budget import LayerBudget, density_budgets, layer_budget
 from ..scores import activation_rows, check_weight, score_rows
 from ..support import (
@@ -155,8 +155,11 @@ def _beta(config: SupraConfig) -> float:
 
 
 def _weight(layer: Any, otherwise: torch.dtype, config: SupraConfig) -> Tensor:
-    """What the scores are computed from, where supports are chosen: the weight, dequantized where it is quantized."""
-    weight = layer.weight
+    """What the scores are computed from, where supports are chosen: the weight, dequantized where it is quantized.
+
+    Where ZeRO-3 shards the model it is gathered, so all processes choose the supports of all layers, in one order.
+    """
+    weight = sharded.whole(layer.weight)
     if quantized.bits(layer) is not None and not weight.is_meta:
         weight = quantized.dequantized(layer, quantized.weight_dtype(layer, otherwise))
     weight = weight.detach()

@@ -33,7 +33,8 @@ class Known:
             names = ("training", "_active_adapter", "_disable_adapters", "merged_adapters")
             self._places += [(own, name, own[name]) for name in names]
             base = module.base_layer
-            self._places.append((module._modules, "base_layer", base))
+            # DeepSpeed's ZeRO-3 puts another table of parameters in the place of the layer's.
+            self._places += [(module._modules, "base_layer", base), (vars(base), "_parameters", base._parameters)]
             stores = (module.supra_values, module.supra_L, module.supra_R, module.supra_indices)
             tables = [base._parameters]
             for store in stores:

@@ -16,6 +16,7 @@ from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, 
 from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
 from ..ops.reference import check_frozen
 from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
+from ..sharded import gathered_weight, is_sharded
 from ..support import index_dtype
 from .checkpoint import unpack_whole
 from .combine import Combined
@@ -216,7 +217,7 @@ class SupraLayer(BaseTunerLayer):
         if known is None or not known.holds(x):
             if self._disable_adapters or self.merged_adapters or self.supra_unloaded:
                 return None
-            layer = self._new_kernel_layer(x, compute_dtype(x, self.base_layer.weight))
+            layer = self._new_kernel_layer(x)
             if layer is None:
                 return None
             known = self._known[self.training] = Known([self], x, layer)
@@ -250,7 +251,7 @@ class SupraLayer(BaseTunerLayer):
         """Whether torch.compile may take this layer for one operator: where the kernels compute it, and it is plain."""
         if self.number < 0 or self.disable_adapters or self.merged or self.supra_unloaded:
             return False
-        if _is_sharded(self.base_layer):
+        if is_sharded(self.base_layer):
             return False
         names: Any = self.active_adapters
         bias = self.base_layer.bias
@@ -264,20 +265,20 @@ class SupraLayer(BaseTunerLayer):
             return False
         return x.device.type == "cuda" or requested() == "triton"
 
-    def _new_kernel_layer(self, x: Tensor, compute: torch.dtype) -> "KernelLayer | None":
-        names: list[str] = self.active_adapters
-        sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
-        if not sparse and not low_rank:
-            return None
+    def _new_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
         base = self.base_layer
-        if _is_sharded(base):
-            # In a forward it looks like any weight, but what is written into it is lost when FSDP frees it.
+        if is_sharded(base):
+            # In a forward it looks like any weight, but what is written into it is lost when it is freed.
             if self._entry is not None and self._entry.written:
                 raise RuntimeError(
                     f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
-                    "weights, and the shards hold them now. Call model.state_dict() before fully_shard: it puts the "
-                    "weights back."
+                    "weights, and the shards hold them now. Call model.state_dict() before fully_shard, or "
+                    "deepspeed.initialize: it puts the weights back."
                 )
+            return None
+        names: list[str] = self.active_adapters
+        sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
+        if not sparse and not low_rank:
             return None
         if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
             return None
@@ -289,7 +290,7 @@ class SupraLayer(BaseTunerLayer):
             values = sparse[0].values
             plan = self._plan(next(name for name in names if name in self.supra_values))
         L, R, scaling, dropout = low_rank[0] if low_rank else (None, None, 1.0, 0.0)
-        operands = (base.weight, values, plan, L, R, scaling, compute)
+        operands = (base.weight, values, plan, L, R, scaling, compute_dtype(x, base.weight))
         if self.sweep is None:
             self.sweep = Sweep()
         if self._entry is None or not self._entry.is_of(*operands):
@@ -502,10 +503,10 @@ class SupraLinear(nn.Module, SupraLayer):
     def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
         """y with these parts, where no kernel computes it."""
         base = self.base_layer
-        if not _is_sharded(base):
+        if not is_sharded(base):
             return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
         check_frozen(base.weight)
-        return self.transient(x, partial(_gathered_weight, base, self.supra_layer), sparse, low_rank)
+        return self.transient(x, partial(gathered_weight, base, self.supra_layer), sparse, low_rank)
 
     # The compiler breaks its graph here: it cannot look into what makes the weight, nor into what is made per layer.
     @torch.compiler.disable
@@ -556,30 +557,6 @@ class SupraLinear(nn.Module, SupraLayer):
 @torch.compiler.disable
 def _uncompiled(layer: SupraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return layer.forward(x, *args, **kwargs)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` manages the tensors of a module; it marks them so for torch.compile."""
-    return getattr(module, "_is_fsdp_managed_module", False)
-
-
-def _gathered_weight(base: nn.Linear, layer: str) -> Tensor:
-    """The weight (c, b) that FSDP has gathered into the layer for the forward or the backward that is running.
-
-    Raises:
-        RuntimeError: it has not.
-    """
-    from torch.distributed.tensor import DTensor
-
-    weight = base.weight
-    if isinstance(weight, DTensor):
-        raise RuntimeError(
-            f"{layer}: FSDP has not gathered its weight, only this process's shard is here. Call the layer through the "
-            "module that fully_shard was applied to, one around the adapter (its decoder layer, or the SupraLinear, "
-            "not the linear layer inside: auto_wrap_policy: TRANSFORMER_BASED_WRAP), and let the loss depend on that "
-            "module's output; or call that module's unshard() before."
-        )
-    return weight
 
 
 def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:

@@ -1,36 +1,13 @@
 """SUPRA under FSDP2 (`fully_shard`), two gloo processes on the CPU: what the whole model computes, trains and saves."""
 
 import copy
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-import torch.nn.functional as F
+from tiny_llama import STEPS_OF, WORLD, adapted_layers, batch, build, dense_computed
 
-WORLD = 2
 STEPS = 3
-
-
-def build(dtype, supra_lambda=0.5, gradient_checkpointing=False):
-    """The same adapted tiny Llama in every process, with values in U and L."""
-    from peft import get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from axolotl_supertune import SupraConfig
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(dtype)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing == "reentrant"})
-        model.enable_input_require_grads()
-    config = SupraConfig(
-        supra_lambda=supra_lambda, mask_score="magnitude", lora_dropout=0.0, task_type="CAUSAL_LM", init_weights=False
-    )
-    return get_peft_model(model, config)
 
 
 def shard(model, reshard=True, units="blocks and the rest"):
@@ -54,17 +31,6 @@ def shard(model, reshard=True, units="blocks and the rest"):
     return model if units == "blocks" else fully_shard(model, **settings)
 
 
-def adapted_layers(model):
-    from axolotl_supertune.tuner import SupraLayer
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, SupraLayer)}
-
-
-def batch(step):
-    """(2·WORLD, 9) token ids, the same everywhere."""
-    return torch.randint(0, 61, (2 * WORLD, 9), generator=torch.Generator().manual_seed(step))
-
-
 def train(model, rows):
     """Losses of a few AdamW steps, and the adapter's gradients of the first."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -84,32 +50,6 @@ def train(model, rows):
 
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _enter(rank, body, folder, arguments):
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    torch.set_num_threads(1)
-    try:
-        outcome = body(rank, folder, *arguments)
-    except Exception:
-        outcome = traceback.format_exc()
-    torch.save(outcome, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A function (body, *arguments) → what body(rank, folder, *arguments) returned in each process."""
-
-    def run(body, *arguments):
-        multiprocessing.start_processes(_enter, (body, tmp_path, arguments), WORLD, start_method="spawn")
-        outcomes = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
-        for outcome in outcomes:
-            assert not isinstance(outcome, str), outcome
-        return outcomes
-
-    return run
 
 
 def trains(rank, folder, dtype, supra_lambda, gradient_checkpointing):
@@ -161,8 +101,6 @@ def test_it_trains_as_the_whole_model_does_and_saves_all(
             torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-4)
 
 
-# What a step is made of, and the batches that its gradient is the sum of.
-STEPS_OF = {"one": [0], "accumulated": [0, 1], "forwards first": [0, 1]}
 SETTINGS = [
     {},
     {"reshard": False},
@@ -228,7 +166,7 @@ def keeps_no_weight(rank, folder):
         return found, saved, kinds, changed + [name for name, layer in layers.items() if layer._entry is not None]
 
     outcomes = [setting(**each) for each in SETTINGS]
-    gathered, tuner_layer._is_sharded = tuner_layer._is_sharded, lambda module: False
+    gathered, tuner_layer.is_sharded = tuner_layer.is_sharded, lambda module: False
     by_reference = shard(build(torch.float64).to(torch.float64))
     saved = []
     names = {layer.base_layer.weight.shape: name for name, layer in adapted_layers(by_reference).items()}
@@ -236,19 +174,8 @@ def keeps_no_weight(rank, folder):
         lambda tensor: saved.append(names.get(tensor.shape)) or tensor, lambda tensor: tensor
     ):
         step(by_reference, "one", slice(2 * rank, 2 * rank + 2))
-    tuner_layer._is_sharded = gathered
+    tuner_layer.is_sharded = gathered
     return outcomes, [name for name in saved if name]
-
-
-def dense_computed(layer, x, sparse, low_rank):
-    """The layer by autograd on its dense effective weight."""
-    weight = layer.base_layer.weight
-    for values, indices in sparse:
-        zero = torch.zeros(weight.numel(), dtype=values.dtype)
-        weight = weight + zero.scatter(0, indices.long(), values).view_as(weight)
-    for L, R, scaling, _ in low_rank:
-        weight = weight + scaling * L @ R
-    return F.linear(x, weight, layer.base_layer.bias)
 
 
 def test_gradients_are_the_dense_ones_and_no_weight_is_saved_for_them(run, monkeypatch):

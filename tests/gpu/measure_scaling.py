@@ -33,6 +33,7 @@ ENGINES = {
     "ddp": {},
     "fsdp2": {"fsdp_version": 2, "fsdp_config": FSDP2},
     "zero2": {"deepspeed": json.loads((EXAMPLES / "deepspeed_zero2.json").read_text())},
+    "zero3": {"deepspeed": json.loads((EXAMPLES / "deepspeed_zero3.json").read_text())},
 }
 ADAPTER = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
 METHODS = {

@@ -31,13 +31,14 @@ FSDP2 = {
         "state_dict_type": "FULL_STATE_DICT",
     },
 }
-ZERO = {stage: json.loads((PACKAGE / f"examples/deepspeed_zero{stage}.json").read_text()) for stage in (1, 2)}
+ZERO = {stage: json.loads((PACKAGE / f"examples/deepspeed_zero{stage}.json").read_text()) for stage in (1, 2, 3)}
 ENGINES = {
     "ddp": {},
     "fsdp2": {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "cpu_ram_efficient_loading": False}},
     "fsdp2-efficient": {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "cpu_ram_efficient_loading": True}},
     "zero1": {"deepspeed": ZERO[1]},
     "zero2": {"deepspeed": ZERO[2]},
+    "zero3": {"deepspeed": ZERO[3]},
 }
 GLOBAL_BATCH = 8
 WORLDS = [2, 4]

@@ -261,6 +261,14 @@ def test_engines_hold_what_they_shard(llama_8b):
     assert part(of("ZeRO-3", gpus=4, live=10**6), "gathered weights") == 2 * 10**6
 
 
+def test_calibration_under_zero_3_gathers_a_block_or_the_embeddings(llama_8b):
+    shape, sizes = llama_8b
+    of = lambda engine: estimate(shape, rows_of(sizes, 0.8), STEP, engine, Calibration(8, 2048)).calibration  # noqa: E731
+    whole, parts = of(Engine()), of(Engine("ZeRO-3", gpus=4))
+    weights = part(estimate(shape, rows_of(sizes, 0.8), STEP, Engine()), "base weights")
+    assert whole - parts == pytest.approx(weights * 3 / 4 - 128256 * 4096 * 2, rel=1e-3)
+
+
 def test_what_saves_memory_saves_it(llama_8b):
     shape, sizes = llama_8b
     rows = rows_of(sizes, 0.8)

@@ -113,10 +113,13 @@ def test_a_bad_key_is_refused(settings, load, changes, message):
 ZERO2 = {"zero_optimization": {"stage": 2}}
 
 
+def zero3(**more):
+    return {"zero_optimization": {"stage": 3, **more}}
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        ({"zero_optimization": {"stage": 3}}, {}, r"deepspeed: zero_optimization\.stage: 3 .*FSDP2"),
         ({"zero_optimization": {"stage": 0}}, {}, r"deepspeed: zero_optimization\.stage: 0 shards nothing"),
         ({"gradient_clipping": 1.0}, {}, r"deepspeed: zero_optimization\.stage: None shards nothing"),
         ({**ZERO2, "bf16": {"enabled": True}}, {}, r'deepspeed: bf16\.enabled: True .*cast U, L and R.*"auto"'),
@@ -135,6 +138,20 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
             r"deepspeed: zero_optimization\.offload_optimizer: .*not tried, .* Remove it",
         ),
         ({"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}, {}, r"zero_quantized_gradients: True"),
+        (zero3(offload_param={"device": "cpu"}), {}, r"deepspeed: zero_optimization\.offload_param: .*not tried"),
+        (zero3(cpu_offload_param=True), {}, r"zero_optimization\.cpu_offload_param: True .*not tried"),
+        (zero3(zero_quantized_weights=True), {}, r"zero_quantized_weights: True .*rounds what is trained"),
+        (zero3(zero_quantized_nontrainable_weights=True), {}, r"nontrainable_weights: True .*rounds the base"),
+        (zero3(zero_hpz_partition_size=2), {}, r"zero_hpz_partition_size: 2 .*not tried"),
+        (zero3(mics_shard_size=2), {}, r"mics_shard_size: 2 .*not tried"),
+        (zero3(stage3_module_granularity_threshold=9), {}, r"granularity_threshold: 9 .*before they are there"),
+        (zero3(leaf_module={"classes": ["LlamaMLP"]}), {}, r"leaf_module: .*before they are there"),
+        (zero3(stage3_use_all_reduce_for_fetch_params=True), {}, r"fetch_params: True .*of one dtype"),
+        (
+            zero3(),
+            {"mask_score": "gradient", "sparse_direction": "top"},
+            r"deepspeed: .*mask_score: gradient: it was not tried",
+        ),
         ({**ZERO2, "communication_data_type": "bf16"}, {}, r"communication_data_type: bf16 rounds the gradients"),
         ({**ZERO2, "data_types": {"grad_accum_dtype": "bf16"}}, {}, r"data_types\.grad_accum_dtype: bf16 rounds"),
         (ZERO2, {"fp16": True}, r"fp16: True .*DeepSpeed would cast U, L and R to fp16; use bf16: true"),
@@ -157,6 +174,7 @@ def test_what_deepspeed_would_round_or_take_over_is_refused(config, changes, mes
         {},
         {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}, "communication_data_type": "fp32"},
         {"bf16": {"enabled": False}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
+        zero3(zero_hpz_partition_size=1, mics_shard_size=-1, offload_param={"device": "none"}),
     ],
     ids=str,
 )
@@ -166,6 +184,33 @@ def test_a_deepspeed_config_that_rounds_nothing_passes(tmp_path, more):
     cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": str(path)}
     prepare(cfg, {"deepspeed"})
     assert cfg["deepspeed"] == str(path)
+
+
+@pytest.mark.parametrize("command", [{"merge_lora": True}, {"inference": True, "lora_model_dir": "adapter"}], ids=str)
+def test_one_process_that_merges_or_talks_starts_no_deepspeed(tmp_path, monkeypatch, command):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "deepspeed" else found(name))
+    monkeypatch.setattr("axolotl_supertune.plugin.quantized_base.load_as_trained", lambda *args: None)
+    cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": zero3(), "output_dir": str(tmp_path), **command}
+    SupertunePlugin().register(cfg)
+    assert cfg["deepspeed"] is None
+
+
+def test_the_first_look_of_merge_lora_at_the_yaml_starts_no_deepspeed(monkeypatch):
+    from axolotl.cli import merge_lora
+
+    class Seen(Exception):
+        pass
+
+    def load_cfg(config, **changes):
+        cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": zero3()}
+        SupertunePlugin().register(cfg)
+        raise Seen(cfg["deepspeed"])
+
+    monkeypatch.setattr(merge_lora, "load_cfg", load_cfg)
+    with pytest.raises(Seen) as seen:
+        merge_lora.do_cli(config="run.yml")
+    assert seen.value.args == (None,)
 
 
 def test_deepspeed_that_is_not_installed_names_the_extra(monkeypatch):

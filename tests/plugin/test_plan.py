@@ -100,7 +100,7 @@ def test_a_large_llama_plans_in_seconds(large, run, tmp_path, config, parameters
         {"relora": True},
         {"optimizer": "muon"},
         {"fsdp_config": {"fsdp_version": 1}},
-        {"deepspeed": {"zero_optimization": {"stage": 3}}},
+        {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}},
         {"peft_use_dora": True},
         {"calibration_path": "nowhere.safetensors"},
         {"resume_from_checkpoint": "nowhere"},

@@ -76,19 +76,24 @@ def even_settings(settings, problems, tmp_path):
             output_dir=str(tmp_path / name),
             micro_batch_size=2 // processes,
             calibration_batch_size=1,
-            val_set_size=0,
-            eval_steps=None,
             lora_dropout=0.0,
             max_memory={"cpu": "8GiB"},
-            **changes,
+            **{"val_set_size": 0, "eval_steps": None, **changes},
         )
 
     return make
 
 
-def losses_in(mapping):
+def logged_in(mapping, key):
+    """What a run of 8 steps logged under a key, and something at all."""
     state = json.loads((Path(mapping["output_dir"]) / "checkpoint-8/trainer_state.json").read_text())
-    return torch.tensor([entry["loss"] for entry in state["log_history"] if "loss" in entry])
+    found = [entry[key] for entry in state["log_history"] if key in entry]
+    assert found, key
+    return found
+
+
+def losses_in(mapping):
+    return torch.tensor(logged_in(mapping, "loss"))
 
 
 def assert_equal_runs(here, there):
@@ -230,6 +235,45 @@ def test_zero_2_trains_as_one_process_and_resumes(even_settings, train, launch_d
     assert_equal_runs(two, resumed)
 
 
+def test_zero_3_trains_as_one_process_resumes_and_merges(even_settings, train, launch_deepspeed, write):
+    """No process holds a weight: calibration, the choice and every pass gather what they need."""
+    from axolotl.cli.merge_lora import do_cli
+
+    # Of three calibration batches the second process has one, and helps to gather for the third.
+    one = even_settings(1, "one", calibration_samples=3)
+    two = even_settings(2, "two", calibration_samples=3, deepspeed=zero(3))
+    train(one)
+    status, output = launch_deepspeed(two)
+    assert status == 0, output
+    assert "s in 2 processes" in output
+    assert "(the gradient of U alone; DeepSpeed gathers the weights in every pass)" in output
+    assert_equal_runs(one, two)
+    norms = [ActivationNorms.load(Path(each["output_dir"]) / "activation_norms.safetensors") for each in (one, two)]
+    assert norms[0].fingerprint == norms[1].fingerprint
+    assert norms[0].provenance == norms[1].provenance
+    assert all(torch.equal(norm, norms[1][layer]) for layer, norm in norms[0].norms.items())
+    checkpoint = Path(two["output_dir"]) / "checkpoint-4"
+    assert stages_in(checkpoint) == [3, 3]
+    assert logged_in(one, "supertune/trainable_parameters") == logged_in(two, "supertune/trainable_parameters")
+    assert logged_in(one, "supertune/adapter_mib") == logged_in(two, "supertune/adapter_mib")
+
+    checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    resumed = even_settings(
+        2, "resumed", calibration_samples=3, deepspeed=zero(3), resume_from_checkpoint=str(checkpoint), **checkpointed
+    )
+    status, output = launch_deepspeed(resumed)
+    assert status == 0, output
+    assert "Calibrating" not in output
+    assert_equal_runs(two, resumed)
+
+    do_cli(config=write(two, "two.yml"))
+    merged, plain = (
+        AutoModelForCausalLM.from_pretrained(each) for each in (f"{two['output_dir']}/merged", one["base_model"])
+    )
+    changed = [name for name, each in merged.named_parameters() if not each.equal(plain.get_parameter(name))]
+    assert len(changed) == 14, "every adapted layer, and nothing else, changes"
+
+
 def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
     """The Trainer itself would go on with a new optimizer."""
     checkpoint = tmp_path / "checkpoint-4"
@@ -261,19 +305,26 @@ forward = transformers.LlamaForCausalLM.forward
 def shown(self, *args, **kwargs):
     out = forward(self, *args, **kwargs)
     layer = self.model.layers[0].mlp.up_proj
-    print("DTYPES", out.logits.dtype, layer.base_layer.weight.dtype, layer.supra_values["default"].dtype)
+    kept = [layer.base_layer.weight, layer.supra_values["default"]]
+    print("DTYPES", out.logits.dtype, *(getattr(each, "ds_tensor", each).dtype for each in kept))
     return out
 transformers.LlamaForCausalLM.forward = shown
 """
 
 
-def test_zero_1_computes_in_bf16_and_keeps_the_adapter_in_fp32(even_settings, launch_deepspeed):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_computes_in_bf16_and_keeps_the_adapter_in_fp32(even_settings, launch_deepspeed, stage):
     # sparse_lr: the groups of the YAML's optimizer are DeepSpeed's too.
-    mapping = even_settings(2, "two", bf16=True, sparse_lr=1e-4, deepspeed=zero(1))
+    more = {"sparse_lr": 1e-4}
+    if stage == 3:
+        more |= {"gradient_accumulation_steps": 2, "mask_score": "magnitude", "val_set_size": 0.1, "eval_steps": 8}
+        more |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    mapping = even_settings(2, "two", bf16=True, deepspeed=zero(stage), **more)
     status, output = launch_deepspeed(mapping, SHOWS_DTYPES)
     assert status == 0, output
-    assert stages_in(Path(mapping["output_dir"]) / "checkpoint-8") == [1, 1]
+    assert stages_in(Path(mapping["output_dir"]) / "checkpoint-8") == [stage, stage]
     assert "DTYPES torch.bfloat16 torch.bfloat16 torch.float32" in output
+    assert ("'eval_loss'" in output) == (stage == 3)
     saved = load_file(Path(mapping["output_dir"]) / "adapter_model.safetensors")
     largest = {kind: max(each.abs().max() for name, each in saved.items() if kind in name) for kind in ("values", "_L")}
     assert largest["values"] < 1e-3

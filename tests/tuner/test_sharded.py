@@ -1,14 +1,16 @@
-"""A model that `fully_shard` manages: the kernels leave it alone, and what was written in before is not lost unseen."""
+"""A model that FSDP2 or ZeRO-3 manages: kernels leave it alone, and what was written in before is not lost unseen."""
 
 import copy
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import get_peft_model
 
-from axolotl_supertune import SupraConfig
+from axolotl_supertune import SupraConfig, sharded
 from axolotl_supertune.tuner import layer as tuner_layer
+from axolotl_supertune.tuner.known import Known
 
 
 @pytest.fixture
@@ -17,33 +19,48 @@ def layer(llama):
     return model.base_model.model.model.layers[0].mlp.up_proj
 
 
+def by_fsdp2(layer):
+    layer.base_layer._is_fsdp_managed_module = True
+
+
+def by_zero3(layer):
+    layer.base_layer.weight.ds_id = 0
+    layer.base_layer.weight.ds_status = SimpleNamespace(name="AVAILABLE")
+
+
+@pytest.fixture(params=[by_fsdp2, by_zero3], ids=lambda function: function.__name__)
+def mark(request):
+    """A function (layer) that makes it look sharded, and gathered."""
+    return request.param
+
+
 @pytest.mark.parametrize("asked", ["auto", "triton", "reference"])
-def test_no_kernel_that_writes_into_weights_is_taken(layer, monkeypatch, asked):
+def test_no_kernel_that_writes_into_weights_is_taken(layer, mark, monkeypatch, asked):
     monkeypatch.setenv("SUPERTUNE_KERNELS", asked)
     monkeypatch.setattr(tuner_layer, "takes_kernels", lambda *args, **kwargs: pytest.fail("nobody is to ask"))
-    layer.base_layer._is_fsdp_managed_module = True
+    mark(layer)
     assert layer.known_layer(torch.zeros(1, 64)) is None
     assert not layer._compilable(torch.zeros(1, 64))
 
 
-def test_a_demand_for_the_kernels_is_met_by_sampled_products_or_refused(layer, monkeypatch):
+def test_a_demand_for_the_kernels_is_met_by_sampled_products_or_refused(layer, mark, monkeypatch):
     monkeypatch.setenv("SUPERTUNE_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    layer.base_layer._is_fsdp_managed_module = True
+    mark(layer)
     y = layer(torch.zeros(1, 64))
     with pytest.raises(RuntimeError, match=r"up_proj: SUPERTUNE_KERNELS=triton, .*CUDA devices, not on cpu"):
         y.sum().backward()
 
 
-def test_a_trainable_weight_is_refused(layer):
-    layer.base_layer._is_fsdp_managed_module = True
+def test_a_trainable_weight_is_refused(layer, mark):
+    mark(layer)
     layer.base_layer.weight.requires_grad_()
     with pytest.raises(ValueError, match="the weight of an adapted layer is trainable"):
         layer(torch.zeros(1, 64))
 
 
-def test_what_computes_the_gradient_is_made_once_for_a_support_and_not_copied(layer):
-    layer.base_layer._is_fsdp_managed_module = True
+def test_what_computes_the_gradient_is_made_once_for_a_support_and_not_copied(layer, mark):
+    mark(layer)
     found = []
     for _ in range(2):
         layer(torch.ones(1, 64)).sum().backward()
@@ -57,10 +74,37 @@ def test_what_computes_the_gradient_is_made_once_for_a_support_and_not_copied(la
     assert layer._gradients["default"][0] is support
 
 
-def test_sharding_written_weights_is_refused(layer):
+def test_sharding_written_weights_is_refused(layer, mark):
     layer._entry = SimpleNamespace(written=True, restore=lambda: None)
-    layer.base_layer._is_fsdp_managed_module = True
+    mark(layer)
     with pytest.raises(RuntimeError, match=r"up_proj: the model was sharded while .*state_dict\(\) before fully_shard"):
         layer(torch.zeros(1, 64))
     layer._entry = None
     assert layer(torch.zeros(1, 64)).shape == (1, 96)
+
+
+def test_what_was_found_before_zero_3_is_not_used_after_it(layer):
+    """It puts another table of parameters in the place of the layer's; the parameters are the same."""
+    x = torch.zeros(1, 64)
+    known = Known([layer], x, "found")
+    assert known.holds(x)
+    layer.base_layer._parameters = OrderedDict(layer.base_layer._parameters)
+    assert not known.holds(x)
+
+
+def test_a_weight_that_zero_3_has_not_gathered_names_the_layer(layer):
+    by_zero3(layer)
+    layer.base_layer.weight.ds_status.name = "INFLIGHT"
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.up_proj: ZeRO-3 has not gathered its weight"):
+        layer(torch.zeros(1, 64))
+
+
+def test_an_emptied_parameter_has_the_shape_and_dtype_of_what_is_kept():
+    emptied = torch.nn.Parameter(torch.empty(0))
+    emptied.ds_id, emptied.ds_shape = 0, torch.Size((3, 5))
+    emptied.ds_tensor = torch.zeros(8, dtype=torch.bfloat16)
+    assert sharded.shape_of(emptied) == (3, 5)
+    assert sharded.dtype_of(emptied) == torch.bfloat16
+    plain = torch.zeros(2, dtype=torch.float64)
+    assert (sharded.shape_of(plain), sharded.dtype_of(plain)) == ((2,), torch.float64)
+    assert sharded.whole(plain) is plain

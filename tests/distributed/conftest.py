@@ -1,0 +1,20 @@
+"""Two gloo processes on the CPU."""
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from tiny_llama import WORLD, enter
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function (body, *arguments) → what body(rank, folder, *arguments) returned in each process."""
+
+    def run(body, *arguments):
+        multiprocessing.start_processes(enter, (body, tmp_path, arguments), WORLD, start_method="spawn")
+        outcomes = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+        for outcome in outcomes:
+            assert not isinstance(outcome, str), outcome
+        return outcomes
+
+    return run
