@@ -51,6 +51,7 @@ SETTINGS = [
     {"kind": "forwards first"},
     {"kind": "forwards first", "checkpointing": "not reentrant"},
     {"supra_lambda": 0.0},
+    {"supra_lambda": 1.0, "sequential": True},
 ]
 
 
@@ -58,7 +59,9 @@ def keeps_no_weight(rank, folder, settings):
     """In every setting the gradients, the weights that were saved for backward, written into or never freed."""
     deepspeed = start(rank)
 
-    def setting(kind="one", checkpointing=False, whole=False, persistent=0, supra_lambda=0.5, steps=STEPS):
+    def setting(
+        kind="one", checkpointing=False, whole=False, persistent=0, supra_lambda=0.5, sequential=False, steps=STEPS
+    ):
         from axolotl_supertune import sharded
 
         model = base(torch.float32, checkpointing)
@@ -66,6 +69,7 @@ def keeps_no_weight(rank, folder, settings):
         model = adapt(model if whole else emptied(model, deepspeed), supra_lambda)
         config = {**ZERO3, "gradient_accumulation_steps": len(STEPS_OF[kind]) if kind == "accumulated" else 1}
         config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": persistent}
+        config["zero_optimization"]["stage3_allgather_sequential"] = sequential
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         optimizer = torch.optim.SGD(trained.values(), lr=0.0)
         engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
@@ -94,9 +98,11 @@ def keeps_no_weight(rank, folder, settings):
         times = len(STEPS_OF[kind]) if kind == "accumulated" else 1  # DeepSpeed takes the mean
         weights = {name: layer.base_layer.weight for name, layer in layers.items()}
         kept = [name for name, weight in weights.items() if has(weight) and not persistent]
+        # Gathered with a module that is not the one that computes with it.
+        kept += [name for name, each in model.named_modules() if name not in layers and each._external_params]
         plain = {name.removeprefix("base_model.model.") + ".weight": weight for name, weight in weights.items()}
         changed = [name for name, weight in plain.items() if not sharded.whole(weight).equal(before[name])]
-        kinds = {type(layer._gradients["default"][1]).__name__ for layer in layers.values()}
+        kinds = {type(each[1]).__name__ for layer in layers.values() for each in layer._gradients.values()}
         engine.destroy()
         return (
             {name: times * each for name, each in found.items()},
@@ -128,7 +134,7 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
     expected = {
         (kind, supra_lambda): dense_step(build(torch.float32, supra_lambda), kind)
         for kind in STEPS_OF
-        for supra_lambda in (0.5, 0.0)
+        for supra_lambda in (0.5, 0.0, 1.0)
     }
     if kernels == "triton":
         pytest.importorskip("triton")
@@ -143,7 +149,8 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
                 assert found[name].dtype == torch.float32
                 assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), (setting, name)
             assert saved == changed == kept == [], setting
-            assert kinds == {"SampledGradient" if kernels == "triton" else "BlockGradient"}
+            sparse = {"SampledGradient" if kernels == "triton" else "BlockGradient"}
+            assert kinds == (sparse if setting.get("supra_lambda") != 1 else set())
 
 
 CHOICES = [
