@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
+    from .tuner import SupraConfig
+
 POOLED = "all layers"
 
 
@@ -74,7 +76,10 @@ def _share(shared: float, both: int) -> float | None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write all numbers as a CSV file.")
 def overlap(adapters: tuple[Path, ...], as_json: bool, output: Path | None) -> None:
-    """Compare the supports of Super or Supra adapters of one base, by their folders; no base model is read.
+    """Compare the supports of Super or Supra adapters of the same layers, by their folders.
+
+    Other layers or shapes are an error. Of bases with other names, a note says whether they hold the same weights, if
+    their files are here; no model is loaded.
 
     Two adapters: the Jaccard index of each layer, beside that of random supports of the same sizes. More: a matrix of
     all pairs; --json and --output hold each pair's layers.
@@ -85,8 +90,11 @@ def overlap(adapters: tuple[Path, ...], as_json: bool, output: Path | None) -> N
         names = short_names(adapters)
         supports = dict(zip(names, read_supports(adapters), strict=True))
         found = overlaps(supports)
+        notes = notes_on_bases(adapters)
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
+    for note in notes:
+        click.echo(note, err=True)
     if output is not None:
         with whole_file(output) as temporary:
             temporary.write_text(csv_text(found), encoding="utf-8")
@@ -106,14 +114,13 @@ def read_supports(folders: Sequence[Path]) -> list[dict[str, Support]]:
     """The supports of saved adapters, by layer, in the model's order; low-rank parts have none.
 
     Raises:
-        ValueError: no Supra adapter, a damaged one, or one of another base, other layers or shapes than the first;
-            the message says what differs.
+        ValueError: no Supra adapter, a damaged one, or one of other layers or shapes than the first; the message says
+            what differs.
     """
     from .export import adapted, read_config
     from .tuner import read_adapter
 
     found: list[dict[str, Support]] = []
-    bases: list[dict[str, object]] = []
     for folder in folders:
         config = read_config(folder)
         if config.awaits_gradient and config.supra_lambda < 1:
@@ -121,16 +128,6 @@ def read_supports(folders: Sequence[Path]) -> list[dict[str, Support]]:
                 f"{folder} was written during low_rank_warmup_steps: its support is still to be chosen; take a later "
                 "checkpoint."
             )
-        base = config.base_model_name_or_path
-        if base and os.path.isdir(base):
-            base = os.path.realpath(base)
-        bases.append({"base model": base, "revision": config.revision, "base_quantization": config.base_quantization})
-        for what, here in bases[-1].items():
-            if here != bases[0][what]:
-                raise ValueError(
-                    f"{folder} and {folders[0]} are of different bases, and entries of their supports are not the same "
-                    f"weights: {what} {here!r} and {bases[0][what]!r}."
-                )
         tensors = read_adapter(folder)
         supports = {}
         for layer in adapted(tensors):
@@ -140,6 +137,37 @@ def read_supports(folders: Sequence[Path]) -> list[dict[str, Support]]:
         found.append(supports)
         _check_layers(found[0], supports, folders[0], folder)
     return found
+
+
+def notes_on_bases(folders: Sequence[Path]) -> list[str]:
+    """What is to be known of adapters whose layers are alike, but whose bases are other ones than the first's by name,
+    revision or quantization: entries of their supports lie at the same places, maybe of other weights."""
+    from .bases import compared
+    from .export import read_config
+
+    first, *others = [_base(read_config(folder)) for folder in folders]
+    notes = []
+    for base in dict.fromkeys(others):
+        if base == first:
+            continue
+        these = ", ".join(str(folder) for folder, its in zip(folders[1:], others, strict=True) if its == base)
+        said = []
+        if base[:2] != first[:2]:
+            ours, theirs = (
+                f"{name} (revision {revision})" if revision else name for name, revision, _ in (first, base)
+            )
+            said.append(f"{theirs} and {ours}: {compared(first[:2], base[:2])}")
+        if base[2] != first[2]:
+            said.append(f"base_quantization {base[2]} and {first[2]}, so that scores were not of the same numbers")
+        notes.append(f"{these} and {folders[0]} name different bases, {'; '.join(said)}.")
+    return notes
+
+
+def _base(config: "SupraConfig") -> tuple[str, str | None, str]:
+    """Name or folder, revision and quantization of an adapter's base."""
+    name = config.base_model_name_or_path or "an unnamed one"
+    quantized = json.dumps(config.base_quantization, sort_keys=True) if config.base_quantization else "none"
+    return os.path.realpath(name) if os.path.isdir(name) else name, config.revision, quantized
 
 
 def _check_layers(first: Mapping[str, Support], other: Mapping[str, Support], folder: Path, other_folder: Path) -> None:

@@ -21,6 +21,7 @@ from .files import whole_file
 from .memory import GIB, Calibration, Engine, Estimate, GradientPass, Shape, Step
 
 if TYPE_CHECKING:  # the command's help shall not wait for torch
+    from .data_checks import Said
     from .tuner import SupraConfig
 
 _UNITS = {"": 1, "MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
@@ -115,6 +116,7 @@ class Plan:
         refusals: the errors that training would give, in the order in which they come up.
         job: what is estimated; None where the model is none whose memory can be told: `unknown` says why.
         notes: what the estimate takes for granted.
+        unchecked: what training might refuse, and only a download or the weights would tell.
         gpu_memory: bytes of one GPU, if given.
     """
 
@@ -126,6 +128,7 @@ class Plan:
     estimate: Estimate | None = None
     unknown: str = ""
     notes: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     gpu_memory: float | None = None
 
     @property
@@ -142,21 +145,7 @@ class Plan:
         made: dict[str, Any] = {
             "base_model": self.cfg["base_model"],
             "adapter": self.cfg["adapter"],
-            "method": {
-                key: getattr(self.method, key)
-                for key in (
-                    "supra_lambda",
-                    "r0",
-                    "sparse_density",
-                    "mask_score",
-                    "sparse_direction",
-                    "hybrid_beta",
-                    "support_scope",
-                    "budget_scope",
-                    "gradient_batches",
-                    "low_rank_warmup_steps",
-                )
-            },
+            "method": self._method(),
             "layers": [
                 {"kind": row.kind, "layers": row.layers}
                 | asdict(row.budget)
@@ -169,6 +158,7 @@ class Plan:
                 "density": sparse / size,
             },
             "refused": self.refusals,
+            "unchecked": self.unchecked,
         }
         if self.estimate is None or self.job is None:
             return made | {"memory": None, "memory_unknown": self.unknown}
@@ -186,6 +176,29 @@ class Plan:
                 "fits": self.fits,
                 "notes": self.notes,
             }
+        }
+
+    def _method(self) -> dict[str, Any]:
+        """Its knobs; None for those that choose nothing here."""
+        unused: set[str] = set()
+        if not self.method.has_sparse_part:
+            unused = {"mask_score", "sparse_direction", "support_scope", "gradient_batches"}
+        elif self.method.sparse_direction == "random":
+            unused = {"mask_score"}
+        return {
+            key: None if key in unused else getattr(self.method, key)
+            for key in (
+                "supra_lambda",
+                "r0",
+                "sparse_density",
+                "mask_score",
+                "sparse_direction",
+                "hybrid_beta",
+                "support_scope",
+                "budget_scope",
+                "gradient_batches",
+                "low_rank_warmup_steps",
+            )
         }
 
     def show(self) -> None:
@@ -229,12 +242,26 @@ class Plan:
                 say(f"Taken for granted: {note}.")
         for refusal in self.refusals:
             say(f"Refused: {refusal}")
+        for each in self.unchecked:
+            say(f"Unchecked: {each}.")
         if not self.refusals:
-            say("Nothing in this config is refused.")
+            say("Nothing in this config is refused" + (" by what could be checked." if self.unchecked else "."))
 
 
-def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int | None = None) -> Plan:
+def make(
+    raw: MutableMapping[str, Any],
+    *,
+    gpus: int | None = None,
+    tokens: int | None = None,
+    texts_read: "dict[str, Said] | None" = None,
+) -> Plan:
     """The plan of a YAML's mapping, which is left as it is.
+
+    Args:
+        raw: the mapping.
+        gpus: one process each; None: as the YAML or the environment says.
+        tokens: of the longest record, if shorter than sequence_len.
+        texts_read: what was said of calibration texts by plans before, which are not read again; is added to.
 
     Raises:
         click.ClickException: the adapter is another one, its budgets cannot be, or the base model's config cannot be
@@ -243,6 +270,7 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
     engine = engine_of(raw, gpus)
     cfg, refusals, refused = _checked(raw, engine.gpus)
     model, model_config = _meta_model(cfg)
+    from .data_checks import look_at_calibration, look_at_data, look_at_gradient
     from .plugin import _check_all_matched, adapter_config
     from .tuner.model import layer_budgets
 
@@ -252,7 +280,16 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
         _check_all_matched(cfg, budgets)
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
-    found = Plan(cfg, method, budget_rows(budgets), refusals + _norms_refusal(cfg, model_config))
+    found = Plan(cfg, method, budget_rows(budgets), refusals)
+    sparse = [name for name, budget in budgets.items() if budget.sparse_count]
+    said = [look_at_data(cfg)]
+    if not any(key.startswith("calibration_") for key in refused):
+        said.append(look_at_calibration(cfg, model, model_config, sparse, texts_read))
+    if method.gradient_batches and sparse:
+        said.append(look_at_gradient(cfg, method.gradient_batches, engine.gpus))
+    for each in said:
+        found.refusals += each.refusals
+        found.unchecked += each.unchecked
     if method.compares_layers:
         found.notes.append(
             "every layer has as many sparse entries as its budget alone; budget_scope: global moves them between layers"
@@ -275,22 +312,6 @@ def make(raw: MutableMapping[str, Any], *, gpus: int | None = None, tokens: int 
         except ValueError as error:
             found.unknown = str(error)
     return found
-
-
-def _norms_refusal(cfg: Any, model_config: Any) -> list[str]:
-    """What training would say of the file in `calibration_path`, but for the weights that it was measured on."""
-    from .calibration import ActivationNorms
-    from .checks import check_provenance
-    from .plugin import _max_positions
-
-    if not cfg.get("calibration_path"):
-        return []
-    try:
-        norms = ActivationNorms.load(cfg["calibration_path"])
-        check_provenance(cfg, norms.provenance, _max_positions(model_config))
-    except (ValueError, OSError) as error:
-        return [str(error)]
-    return []
 
 
 def _job(cfg: Any, method: Any, model: Any, text: Any, engine: Engine, tokens: int | None, notes: list[str]) -> Job:

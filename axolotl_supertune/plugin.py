@@ -367,10 +367,10 @@ def _processes() -> Processes:
     return Processes(seconds, "AXOLOTL_NCCL_TIMEOUT=SECONDS waits longer.")
 
 
-def _windows(cfg: Any, model_config: Any) -> torch.Tensor:
+def _windows(cfg: Any, model_config: Any, tokenizer: Any = None) -> torch.Tensor:
     """The calibration windows that the keys describe, no longer than the model takes."""
     return calibration_windows(
-        load_tokenizer(cfg),
+        tokenizer or load_tokenizer(cfg),
         cfg.calibration_dataset,
         samples=cfg.calibration_samples,
         sequence_len=_window_length(cfg, model_config),

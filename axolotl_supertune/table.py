@@ -12,9 +12,8 @@ def layer_table(rows: Sequence[BudgetRow], config: SupraConfig) -> Table:
     """Rank, sparse entries, density and parameters per kind of layer, and the totals."""
     method = "Super" if config.supra_lambda == 0 else f"Supra, λ = {config.supra_lambda}"
     budget = f"r0 = {config.r0}" if config.r0 is not None else f"density {config.sparse_density}"
-    rows_only = ", by row" if config.support_scope == "row" else ""
     shared = "" if config.budget_scope == "layer" else f", budget_scope {config.budget_scope}"
-    title = f"{method}: {config.mask_score}-{config.sparse_direction}{rows_only}, {budget}{shared}"
+    title = f"{method}: {config.choice_of_support}, {budget}{shared}"
     table = Table(title=title, title_justify="left")
     for name in (
         "layers",

@@ -2,7 +2,9 @@
 
 import random
 
-from axolotl_supertune.grid.runs import RUN_FILE, SCORES_FILE, BenchmarkScores, Run, RunKey, Scores
+from axolotl_supertune.grid.runs import RUN_FILE, SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, Setup
+
+SETUP = Setup(base_model="a/base", datasets=("train.jsonl",), test_datasets=("valid.jsonl",), budget="lora_r 8")
 
 
 def make_run(method, rate, seed=0, epochs=1, nll=1.0, **changes):
@@ -12,6 +14,7 @@ def make_run(method, rate, seed=0, epochs=1, nll=1.0, **changes):
     values = {
         "key": RunKey(method=method, learning_rate=rate, epochs=epochs, seed=seed),
         "config_sha256": "0" * 64,
+        "setup": SETUP,
         "started": "2026-01-01T00:00:00Z",
         "seconds": 60.0,
         "train_seconds": 40.0 + seed,

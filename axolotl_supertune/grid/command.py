@@ -26,7 +26,7 @@ FAILED, UNFINISHED = 1, 3
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds: nothing is started that would not end by then, and what runs then is stopped.",
 )
-@click.option("--dry-run", is_flag=True, help="List what would run.")
+@click.option("--dry-run", is_flag=True, help="List what would run, and why some would be refused.")
 def sweep(
     grid: Path,
     gpus: str | None,
@@ -41,7 +41,8 @@ def sweep(
     Every run is an `axolotl train` of its own, in METHOD/lr…-ep…-seed… of the grid's output_dir. What was stopped, in
     whatever way, goes on with the same command. A method's learning rate is the one with the lowest validation NLL.
 
-    Exit codes: 0 all is done; 1 runs failed; 3 the time limit came first; 130 and 143 Ctrl-C and SIGTERM.
+    Exit codes: 0 all is done; 1 runs failed, or (--dry-run) would be refused; 3 the time limit came first; 130 and 143
+    Ctrl-C and SIGTERM.
     """
     from rich.console import Console
 
@@ -54,7 +55,12 @@ def sweep(
         places = Places(visible_gpus(gpus), jobs_per_gpu)
         work = Sweep(grid, places, console, time_limit=time_limit, retry_failed=retry_failed)
         if dry_run:
+            said = work.foresee()  # before the list: Axolotl logs
             click.echo(work.plan())
+            for line in [f"Refused: {each}" for each in said.refusals] + [f"Unchecked: {e}." for e in said.unchecked]:
+                click.echo(line)
+            if said.refusals:
+                raise SystemExit(FAILED)
             return
         try:
             good = work.sweep(until)  # type: ignore[arg-type]

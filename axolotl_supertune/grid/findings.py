@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,6 +34,10 @@ _EDGES = {
     "highest": "At the highest rate that was tried, so that a better one may lie above",
     "only": "Only one rate was tried, so that none was chosen",
 }
+
+
+# What methods can only be compared at if it is the same.
+_SHARED = {"base_models": "their base models", "datasets": "their data", "test_datasets": "their validation data"}
 
 
 @dataclass(frozen=True)
@@ -151,12 +155,33 @@ class Findings:
         first = [run.eval_losses[0] for run in self.runs if run.eval_losses and run.eval_losses[0][0] == 0]
         return first[0][1] if first else None
 
+    @property
+    def where(self) -> dict[str, list[Any]]:
+        """What the runs have in common, or should: of each kind every value that occurs, sorted.
+
+        base_models, datasets, test_datasets, budgets: as their YAMLs name them.
+        budget_parameters: numbers.
+        devices, versions: "cpu" or the GPU's name; "package version".
+        """
+        setups = [run.setup for run in self.runs if run.setup is not None]
+        found: dict[str, set[Any]] = {
+            "base_models": {setup.base_model for setup in setups},
+            "datasets": {", ".join(setup.datasets) for setup in setups},
+            "test_datasets": {", ".join(setup.test_datasets) for setup in setups},
+            "budgets": {setup.budget for setup in setups},
+            "budget_parameters": {run.budget_parameters for run in self.runs},
+            "devices": {run.device for run in self.runs},
+            "versions": {f"{name} {version}" for run in self.runs for name, version in run.versions.items()},
+        }
+        return {kind: sorted(value for value in values if value) for kind, values in found.items()}
+
 
 def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, seed: int = 0) -> Findings:
     """Read the records of a grid and work out everything that a report says.
 
     Args:
-        runs_dir: as grid.runs describes it; only run.json and scores.json are read, scores of chosen runs alone.
+        runs_dir: as grid.runs describes it; only run.json and scores.json are read, scores of chosen runs alone (and
+            config.yml, where a run.json does not say what was trained on what).
         reference: the method that all others are compared with.
         resamples, seed: of the bootstrap.
 
@@ -390,6 +415,12 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
             "Times marked ‡ are of runs that shared their device with others: they are comparable with no others, each "
             "other's included."
         )
+    for kind, what in _SHARED.items():
+        if len(values := found.where[kind]) > 1:
+            notes.append(f"Runs differ in {what} ({'; '.join(values)}): what differs between methods may be due to it.")
+    counts = found.where["budget_parameters"]
+    if counts and counts[-1] > (1 + BUDGET_TOLERANCE) * counts[0]:
+        notes.append(f"Budgets differ between methods: from {counts[0]:,} to {counts[-1]:,} parameters.")
     devices = sorted({run.device or "unknown" for result in found.results for run in result.runs.values()})
     if len(devices) > 1:
         notes.append(

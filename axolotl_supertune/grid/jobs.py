@@ -99,7 +99,7 @@ class Pool:
     Args:
         places: where.
         deadline: of `time.monotonic`, or None.
-        console: takes one line a job, and progress if it is a terminal.
+        console: takes one line a job, and a bar with the time left if it is a terminal; else the lines say that.
     """
 
     def __init__(self, places: Places, deadline: float | None, console: Console) -> None:
@@ -156,11 +156,15 @@ class Pool:
                     free.append(device)
                     wrong = job.end(process.returncode)
                     took = f"{time.monotonic() - started:.0f} s"
+                    ended = len(jobs) - len(waiting) - len(self._running)
+                    so_far = "" if self._console.is_terminal else self._so_far(ended, len(jobs), waiting)
                     if wrong is None:
-                        progress.console.print(f"{escape(job.name)}: {took}")
+                        progress.console.print(f"{escape(job.name)}: {took}{so_far}")
                     else:
                         failed.append(job)
-                        progress.console.print(f"[red]{escape(job.name)}: failed after {took}[/]: {escape(wrong)}")
+                        progress.console.print(
+                            f"[red]{escape(job.name)}: failed after {took}[/]{so_far}: {escape(wrong)}"
+                        )
                     progress.advance(bar)
         finally:
             end_all(processes)
@@ -211,6 +215,11 @@ class Pool:
                 raise Signalled(event)
             if event[2].pid in self._running:  # else of an earlier run of this pool, and ended by it
                 return event
+
+    def _so_far(self, ended: int, total: int, waiting: Sequence[Job]) -> str:
+        """What a bar would show, for a log."""
+        left = self._left(waiting) if ended < total else ""
+        return f" ({ended} of {total}{', ' + left if left else ''})"
 
     def _left(self, waiting: Sequence[Job]) -> str:
         """How long all of it will take, judging by what has ended; nothing while that is unknown."""

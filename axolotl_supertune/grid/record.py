@@ -19,7 +19,7 @@ from ..budget import DEFAULT_R0, exact_fraction
 from .runs import RUN_FILE, Run
 
 VARIABLE = "SUPERTUNE_RUN"
-"""The environment variable with what the sweep knows of the run: key, config_sha256, jobs_per_gpu, as JSON."""
+"""The environment variable with what the sweep knows of the run: key, config_sha256, setup, jobs_per_gpu, as JSON."""
 PACKAGES = ("axolotl-supertune", "axolotl", "peft", "transformers", "torch", "lm_eval")
 NLL = "validation_nll"
 

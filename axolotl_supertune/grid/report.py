@@ -70,6 +70,7 @@ def write(found: Any, output: Path) -> None:
         "confidence": CONFIDENCE,
         "resamples": found.resamples,
         "bootstrap_seed": found.seed,
+        "where": found.where,
         "notes": found.notes,
         "tables": {name: json_records(table) for name, table in made.items()},
     }
@@ -101,14 +102,29 @@ def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:
 
 
 def _where(found: Any) -> str:
-    """Devices and versions of the runs; more than one of a kind shows in what is missing or limits the numbers."""
-    devices = sorted({run.device or "CPU" for run in found.runs})
-    versions: dict[str, set[str]] = {}
-    for run in found.runs:
-        for name, version in run.versions.items():
-            versions.setdefault(name, set()).add(version)
-    listed = [f"{name} {' and '.join(sorted(each))}" for name, each in sorted(versions.items())]
-    return f"Trained on: {', '.join(devices)}" + (f"; {', '.join(listed)}." if listed else ".")
+    """Base model, data, budget, devices and versions; more than one of a kind shows in what limits the numbers."""
+    where = found.where
+
+    def named(kind: str) -> str:
+        return _escaped("; ".join(where[kind])) or "not recorded"
+
+    counts = where["budget_parameters"]
+    ends = dict.fromkeys((counts[0], counts[-1])) if counts else ()
+    budget = " to ".join(f"{count:,}" for count in ends) or "no number of"
+    versions: dict[str, list[str]] = {}
+    for each in where["versions"]:
+        name, _, version = each.rpartition(" ")
+        versions.setdefault(name, []).append(version)
+    listed = ", ".join(f"{name} {' and '.join(each)}" for name, each in versions.items())
+    lines = {
+        "Base model": named("base_models"),
+        "Trained on": named("datasets"),
+        "Validated on": named("test_datasets"),
+        "Budget": f"{budget} parameters" + (f" ({named('budgets')})" if where["budgets"] else ""),
+        "Devices": named("devices"),
+        "Versions": listed or "not recorded",
+    }
+    return "\n".join(f"- {name}: {value}" for name, value in lines.items())
 
 
 def _legend() -> str:

@@ -13,14 +13,17 @@ RUNS_DIR/METHOD/lr…-ep…-seed…/        one run:
     adapter/                          Axolotl's output_dir
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from ..files import whole_file
 
 RUN_FILE = "run.json"
+CONFIG_FILE = "config.yml"
 SCORES_FILE = "scores.json"
 
 
@@ -49,6 +52,38 @@ class RunKey(BaseModel):
         return Path(self.method) / f"lr{self.learning_rate:g}-ep{self.epochs:g}-seed{self.seed}"
 
 
+class Setup(BaseModel):
+    """What of a run's YAML says what is compared, beside the method: a report names it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_model: str
+    datasets: tuple[str, ...] = ()
+    test_datasets: tuple[str, ...] = ()
+    """Of the validation NLL."""
+    budget: str | None = None
+    """The key that sets it, with its value; None: full fine-tuning, or the YAML leaves it to a default."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Read it from a YAML's mapping."""
+        revision = settings.get("revision_of_model")
+        density = settings.get("sparse_density")
+        budget = None if density is None else f"sparse_density {density}"
+        if budget is None and settings.get("adapter") and settings.get("lora_r") is not None:
+            budget = f"lora_r {settings['lora_r']}"
+        return cls(
+            base_model=settings["base_model"] + (f" (revision {revision})" if revision else ""),
+            datasets=_names(settings.get("datasets")),
+            test_datasets=_names(settings.get("test_datasets")),
+            budget=budget,
+        )
+
+
+def _names(datasets: Any) -> tuple[str, ...]:
+    return tuple(f"{each['path']} ({each['name']})" if each.get("name") else each["path"] for each in datasets or ())
+
+
 class Run(_Record):
     """One run that ended, well or not. Times in seconds, memory in GiB, losses in nats a target token."""
 
@@ -59,6 +94,8 @@ class Run(_Record):
     """The last lines of the log of a run that failed."""
     config_sha256: str
     """Of config.yml."""
+    setup: Setup | None = None
+    """None: recorded before there was such, and config.yml tells it."""
     started: str
     """ISO 8601, UTC."""
     seconds: float
@@ -135,18 +172,30 @@ Record = TypeVar("Record", bound=_Record)
 
 
 def read_runs(runs_dir: Path) -> list[Run]:
-    """All finished runs, sorted by method, learning rate, epochs and seed.
+    """All finished runs, sorted by method, learning rate, epochs and seed; without a setup of their own with the one
+    that config.yml tells, if it is there.
 
     Raises:
-        ValueError: a run.json is not a `Run`, or lies in another run's folder; names the file.
+        ValueError: a run.json is not a `Run`, or lies in another run's folder, or a config.yml that was needed is no
+            YAML of a run; names the file.
     """
     runs = []
     for path in runs_dir.glob(f"*/*/{RUN_FILE}"):
         run = read_run(path)
         if path.parent.relative_to(runs_dir) != run.key.folder:
             raise ValueError(f"{path} is of the run {run.key.folder}: move its folder back to that name, or remove it.")
+        config = path.with_name(CONFIG_FILE)
+        if run.setup is None and config.is_file():
+            run = run.model_copy(update={"setup": _setup_in(config)})
         runs.append(run)
     return sorted(runs, key=lambda run: (run.key.method, run.key.learning_rate, run.key.epochs, run.key.seed))
+
+
+def _setup_in(path: Path) -> Setup:
+    try:
+        return Setup.of(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no YAML of a run ({error!r}); put it back, or remove it.") from error
 
 
 def read_run(path: Path) -> Run:

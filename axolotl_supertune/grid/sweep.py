@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import click
 import yaml
 from axolotl.utils.schemas.config import AxolotlInputConfig
 from filelock import FileLock, Timeout
@@ -22,8 +23,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import checks
+from .. import plan as planning
 from ..args import SupertuneArgs
 from ..corpus import TRAINING_SET
+from ..data_checks import Said, is_here, look_at_data
 from ..files import whole_file
 from ..plugin import NORMS_FILE
 from .choice import Choice, Trial, choose_rates
@@ -40,11 +43,22 @@ from .grid import (
 )
 from .jobs import Job, Places, Pool
 from .record import VARIABLE, installed
-from .runs import RUN_FILE, SCORES_FILE, Run, RunKey, Scores, last_words, read_run, read_runs, read_scores
+from .runs import (
+    CONFIG_FILE,
+    RUN_FILE,
+    SCORES_FILE,
+    Run,
+    RunKey,
+    Scores,
+    Setup,
+    last_words,
+    read_run,
+    read_runs,
+    read_scores,
+)
 from .scoring import ASKED, Request
 
 GRID_FILE = "grid.json"
-CONFIG_FILE = "config.yml"
 LOG_FILE = "log.txt"
 CONTAMINATION_FILE = "contamination.json"
 ADAPTER_FOLDER = "adapter"
@@ -225,6 +239,7 @@ class Sweep:
             self._records = {run.key: run for run in read_runs(self.runs_dir)}
             for key in self.grid.keys:
                 self.state(key)
+            self._check_data()
             self._write_grid()
             self._run_missing("training", self.grid.keys)
             if until != "train":
@@ -259,6 +274,44 @@ class Sweep:
         shown = [f"{stage:<11}  {run:<{width}}  {state:<7}  {would}".rstrip() for stage, run, state, would in lines]
         missing = sum(1 for *_, would in lines if would.startswith(("train", "go on")))
         return "\n".join([*shown, f"{missing} runs to train, {len(self._done())} done, in {self.runs_dir}"])
+
+    def foresee(self) -> Said:
+        """What the runs that are missing would be refused for, each with the methods that it is about.
+
+        As `axolotl supertune plan` has it, from local files: no weights are loaded and nothing is downloaded.
+        """
+        about: dict[tuple[str, str], list[str]] = {}
+        texts_read: dict[str, Said] = {}
+        missing: dict[tuple[str, float], RunKey] = {}
+        for key in self.grid.keys:
+            if self._would(key):
+                missing.setdefault((key.method, key.epochs), key)
+        for key in missing.values():
+            settings, norms = self.grid.settings(key), self.norms(key)
+            if norms is not None and norms.is_file():
+                settings = self.settings(key)
+            settings["plugins"] = [each for each in settings["plugins"] if each != RECORD]
+            said = _foresee(settings, texts_read)
+            for kind in ("refusals", "unchecked"):
+                for each in getattr(said, kind):
+                    methods = about.setdefault((kind, each), [])
+                    methods += [key.method] if key.method not in methods else []
+        every = len({method for method, _ in missing})
+        together = Said()
+        for (kind, each), methods in about.items():
+            which = "" if len(methods) == every else f"{', '.join(methods)}: "
+            getattr(together, kind).append(which + each)
+        return together
+
+    def _check_data(self) -> None:
+        """Raises GridError for a file of the data sets that is missing, unless nothing is to be made of it any more."""
+        if all(self.state(key) in ("done", "failed") for key in self.grid.keys) and not self._retry_failed:
+            return
+        if (self.runs_dir / PREPARED_FOLDER).is_dir():
+            return
+        for key in {key.method: key for key in self.grid.keys}.values():
+            if refusals := look_at_data(self.grid.settings(key)).refusals:
+                raise GridError(f"{self._path}: methods.{key.method}: {refusals[0]}")
 
     def summary(self) -> Table:
         """The chosen rates, by validation NLL."""
@@ -356,9 +409,14 @@ class Sweep:
 
     def _training(self, key: RunKey) -> Job:
         folder = self.runs_dir / key.folder
-        text = _as_yaml(self.settings(key))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        known = {"key": key.model_dump(), "config_sha256": digest, "jobs_per_gpu": self._places.jobs_per_gpu}
+        settings = self.settings(key)
+        text = _as_yaml(settings)
+        known = {
+            "key": key.model_dump(),
+            "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "setup": Setup.of(settings).model_dump(),
+            "jobs_per_gpu": self._places.jobs_per_gpu,
+        }
         started = datetime.now(UTC)
 
         def begin() -> None:
@@ -509,6 +567,22 @@ class Sweep:
         for key in self._done():
             if key not in needed:
                 shutil.rmtree(self.runs_dir / key.folder / ADAPTER_FOLDER, ignore_errors=True)
+
+
+def _foresee(settings: dict[str, Any], texts_read: dict[str, Said]) -> Said:
+    """What of a run's YAML is refused, and what is unchecked."""
+    base = settings["base_model"]
+    if settings.get("adapter") not in checks.ADAPTERS:
+        return look_at_data(settings)
+    if not is_here(base, ("config.json",), settings.get("revision_of_model")):
+        said = look_at_data(settings)
+        said.unchecked.append(f"base_model: {base}, whose config is not here, and what depends on its layers")
+        return said
+    try:
+        found = planning.make(settings, gpus=1, texts_read=texts_read)
+    except click.ClickException as error:
+        return Said([error.message])
+    return Said(found.refusals, found.unchecked)
 
 
 def _known_keys(grid: Grid) -> set[str]:

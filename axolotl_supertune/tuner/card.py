@@ -168,11 +168,7 @@ def method_name(config: SupraConfig) -> str:
 
 def _sentence(config: SupraConfig) -> str:
     parts = [] if config.supra_lambda == 0 else [f"λ = {config.supra_lambda}, α = {config.lora_alpha}"]
-    if config.supra_lambda < 1 or config.sparse_density is not None:
-        hybrid = f" (β = {config.hybrid_beta})" if config.sparse_direction == "hybrid" else ""
-        seed = f" (seed {config.support_seed})" if config.sparse_direction == "random" else ""
-        rows = ", spread over the rows" if config.support_scope == "row" else ""
-        parts.append(f"support {config.mask_score}-{config.sparse_direction}{hybrid}{seed}{rows}")
+    parts.append(f"support {config.choice_of_support}" if config.has_sparse_part else config.choice_of_support)
     return f"{method_name(config)}, {', '.join(parts)}, of {_PAPER}"
 
 

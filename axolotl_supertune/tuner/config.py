@@ -238,6 +238,22 @@ class SupraConfig(PeftConfig):
         return self.budget_scope == "global" and self.combination is None
 
     @property
+    def has_sparse_part(self) -> bool:
+        """Whether any layer may get single weights: all do but under a rank budget of its own with λ = 1."""
+        return self.supra_lambda != 1 or self.sparse_density is not None or self.budget_scope == "density"
+
+    @property
+    def choice_of_support(self) -> str:
+        """How the support is chosen, in a few words; a score is named only where scores are compared."""
+        if not self.has_sparse_part:
+            return "no single weights"
+        rows = ", by row" if self.support_scope == "row" else ""
+        if self.sparse_direction == "random":
+            return f"random (seed {self.support_seed}){rows}"
+        hybrid = f" (β = {self.hybrid_beta})" if self.sparse_direction == "hybrid" else ""
+        return f"{self.mask_score}-{self.sparse_direction}{hybrid}{rows}"
+
+    @property
     def by_gradient(self) -> bool:
         """Whether the support is chosen by training batches."""
         return self.mask_score in GRADIENT_SCORES and self.sparse_direction != "random"

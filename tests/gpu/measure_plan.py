@@ -106,12 +106,12 @@ def settings_of(case, base, vocabulary, folder):
     }
 
 
-def planned(mapping):
-    """GiB at the peak of training, as the command says."""
+def planned(mapping, gpus=1):
+    """GiB at the peak of training of one GPU, as the command says."""
     from axolotl_supertune.memory import GIB
     from axolotl_supertune.plan import make
 
-    found = make(mapping, gpus=1)
+    found = make(mapping, gpus=gpus)
     if found.estimate is None:
         raise ValueError(found.unknown)
     return found.estimate.training / GIB

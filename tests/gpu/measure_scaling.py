@@ -4,7 +4,8 @@
 
 Weights and tokens are random; every record is as long as it may be, and every GPU has the same micro batch, so that
 efficiency is tokens a second over GPUs × what one GPU does. What is read is Axolotl's `tokens/train_per_sec_per_gpu`,
-which all methods log, from the steps after the warm-up; a run's number is the median over its logs.
+which all methods log, from the steps after the warm-up; a run's number is the median over its logs. Of our methods the
+peak memory of a GPU stands beside what `axolotl supertune plan` says of it.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from measure_plan import make_base
+from measure_plan import make_base, planned
 
 FSDP2 = {
     "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -89,8 +90,8 @@ def mapping_of(method, engine, base, data, folder, arguments):
     }
 
 
-def tokens_per_second(mapping, gpus, folder):
-    """Of all GPUs together.
+def train(mapping, gpus, folder):
+    """(tokens a second of all GPUs together, GiB at the peak of one GPU or None).
 
     Raises:
         RuntimeError: the training failed; the message ends with its last lines.
@@ -108,7 +109,8 @@ def tokens_per_second(mapping, gpus, folder):
         raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-3000:]}")
     state = json.loads((Path(mapping["output_dir"]) / f"checkpoint-{STEPS}/trainer_state.json").read_text())
     rates = [float(entry[key]) for entry in state["log_history"] if (key := "tokens/train_per_sec_per_gpu") in entry]
-    return gpus * statistics.median(rates[WARM_UP:])
+    peaks = [entry[key] for entry in state["log_history"] if (key := "supertune/peak_memory_gib") in entry]
+    return gpus * statistics.median(rates[WARM_UP:]), max(peaks, default=None)
 
 
 def main():
@@ -140,14 +142,18 @@ def main():
                 mapping = mapping_of(method, "ddp" if gpus == 1 else engine, folder / "base", data, place, arguments)
                 row = {"method": method, "engine": engine, "gpus": gpus, "tokens_per_second": None, "error": None}
                 try:
-                    row["tokens_per_second"] = tokens_per_second(mapping, gpus, place)
-                except RuntimeError as error:
+                    row["tokens_per_second"], row["peak_gib"] = train(mapping, gpus, place)
+                    if row["peak_gib"]:
+                        row["planned_gib"] = planned(mapping, gpus)
+                except (RuntimeError, ValueError) as error:
                     row["error"] = str(error)
                 rate = row["tokens_per_second"]
                 one = one or (rate and rate / gpus)
                 row["efficiency"] = rate and one and rate / gpus / one
                 rows.append(row)
                 said = f"{rate:,.0f} tokens/s, efficiency {row['efficiency']:.2f}" if rate else row["error"][-2000:]
+                if row.get("planned_gib"):
+                    said += f", peak {row['peak_gib']:.2f} GiB, planned {row['planned_gib']:.2f}"
                 print(f"{method} | {engine} | {gpus}: {said}", flush=True)
                 if arguments.output:
                     arguments.output.write_text(json.dumps(rows, indent=2) + "\n")

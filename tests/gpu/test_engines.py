@@ -7,6 +7,7 @@ answer has one length, since Axolotl averages the mean losses of the processes.
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -230,9 +231,12 @@ def test_what_an_engine_saved_merges_and_loads(whole, engine, write):
     from transformers import AutoModelForCausalLM
 
     mapping, _ = whole(engine, 2)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(PACKAGE)}
+    own = {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": f"{PACKAGE}:{os.environ.get('PYTHONPATH', '')}"}
+    with socket.socket() as free:  # with `deepspeed:` in the YAML a merge listens, too; another one may run beside it
+        free.bind(("127.0.0.1", 0))
+        own["MASTER_PORT"] = str(free.getsockname()[1])
     merge = [sys.executable, "-m", "axolotl.cli.merge_lora", write(mapping, "several.yml")]
-    subprocess.run(merge, env=environment, check=True, timeout=300)
+    subprocess.run(merge, env={**os.environ, **own}, check=True, timeout=300)
     merged = AutoModelForCausalLM.from_pretrained(Path(mapping["output_dir"]) / "merged")
     plain = AutoModelForCausalLM.from_pretrained(mapping["base_model"])
     changed = [name for name, each in merged.named_parameters() if not each.equal(plain.get_parameter(name))]

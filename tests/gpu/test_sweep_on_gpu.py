@@ -1,5 +1,6 @@
 """A sweep with several runs on each GPU, and what a run records of the device."""
 
+import os
 import runpy
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def test_runs_share_a_gpu_and_say_so(settings, problems, tmp_path, monkeypatch, 
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"{gpus} GPUs are needed, this machine has {torch.cuda.device_count()}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGE}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     lines = problems[0].read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(lines[8:]))

@@ -23,7 +23,8 @@ COMMANDS = {
 def write_grid(tmp_path, monkeypatch):
     """A function (base={}, **keys) → the path of a GRID file; None drops a key."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("text")
+    for name in ("text.txt", "train.jsonl", "valid.jsonl"):
+        (tmp_path / name).write_text("text")
 
     def write(base=None, **keys):
         grid = {

@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,21 @@ import matplotlib.image
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from grid_records import grid, make_run, make_scores, save_records
+from grid_records import SETUP, grid, make_run, make_scores, save_records
 
 from axolotl_supertune.grid.figures import figures
 from axolotl_supertune.grid.findings import find
 from axolotl_supertune.grid.report import FIGURES, TABLES, report
-from axolotl_supertune.grid.runs import SCORES_FILE, BenchmarkScores, Run, Scores, last_words, read_runs, read_scores
+from axolotl_supertune.grid.runs import (
+    SCORES_FILE,
+    BenchmarkScores,
+    Run,
+    Scores,
+    Setup,
+    last_words,
+    read_runs,
+    read_scores,
+)
 from axolotl_supertune.grid.statistics import Interval
 from axolotl_supertune.grid.tables import latex, tables
 
@@ -343,6 +353,93 @@ def test_shared_devices_are_marked(save):
     cost = tables_of(runs_dir)["cost"]
     assert [row[-3:] for row in cost.rows] == [["40‡", "1.50", "8"], ["40", "1.50", "1"]]
     assert [row["times_comparable"] for row in cost.records] == [False, True]
+
+
+def heading(runs_dir):
+    assert run_report(runs_dir, "--resamples", 100).exit_code == 0
+    page = (runs_dir / "report" / "report.md").read_text(encoding="utf-8")
+    return dict(line[2:].split(": ", 1) for line in page.split("\n\n")[2].splitlines())
+
+
+def test_the_heading_names_model_data_budget_and_where_it_ran(save):
+    """From run.json, or for one that was recorded without them from config.yml; a failed run has no device to name."""
+    runs = [make_run("lora", 1e-4), make_run("super", 1e-4, setup=None), make_run("full", 1e-4, nll=None, device=None)]
+    runs_dir = save(*((run, None) for run in runs))
+    (runs_dir / runs[1].key.folder / "config.yml").write_text(
+        "base_model: a/base\nadapter: super\nlora_r: 8\n"
+        "datasets: [{path: train.jsonl, type: alpaca}]\ntest_datasets: [{path: valid.jsonl}]\n"
+    )
+    assert read_runs(runs_dir)[2].setup == SETUP
+    expected = {
+        "Base model": "a/base",
+        "Trained on": "train.jsonl",
+        "Validated on": "valid.jsonl",
+        "Budget": r"1,000 parameters (lora\_r 8)",
+        "Devices": "One GPU",
+        "Versions": "peft 1.0, torch 2.0",
+    }
+    assert heading(runs_dir) == expected
+    where = json.loads((runs_dir / "report" / "report.json").read_text(encoding="utf-8"))["where"]
+    assert where == {
+        "base_models": ["a/base"],
+        "datasets": ["train.jsonl"],
+        "test_datasets": ["valid.jsonl"],
+        "budgets": ["lora_r 8"],
+        "budget_parameters": [1000],
+        "devices": ["One GPU"],
+        "versions": ["peft 1.0", "torch 2.0"],
+    }
+    (runs_dir / runs[1].key.folder / "config.yml").write_text("- no mapping")
+    assert "config.yml is no YAML of a run" in run_report(runs_dir).output
+
+
+def test_of_old_records_alone_nothing_is_made_up(save):
+    said = heading(save((make_run("lora", 1e-4, setup=None, budget_parameters=None, versions={}, device=None), None)))
+    assert said.pop("Budget") == "no number of parameters"
+    assert set(said.values()) == {"not recorded"}
+
+
+def test_runs_of_different_models_data_and_budgets_are_pointed_out(save):
+    other = SETUP.model_copy(update={"base_model": "b", "test_datasets": ("w.jsonl", "v.jsonl"), "budget": "lora_r 4"})
+    runs = [make_run("lora", 1e-4), make_run("super", 1e-4, setup=other, budget_parameters=500)]
+    runs_dir = save(*((run, None) for run in runs))
+    text = notes(runs_dir)
+    assert "Runs differ in their base models (a/base; b): what differs between methods may be due to it." in text
+    assert "Runs differ in their validation data (valid.jsonl; w.jsonl, v.jsonl)" in text
+    assert "Runs differ in their data" not in text
+    assert "Budgets differ between methods: from 500 to 1,000 parameters." in text
+    assert heading(runs_dir)["Budget"] == r"500 to 1,000 parameters (lora\_r 4; lora\_r 8)"
+
+
+def test_a_setup_is_what_the_yaml_names():
+    settings = {
+        "base_model": "b",
+        "revision_of_model": "v2",
+        "datasets": [{"path": "p", "name": "main"}, {"path": "q"}],
+    }
+    assert Setup.of({**settings, "adapter": "lora", "lora_r": 4}) == Setup(
+        base_model="b (revision v2)", datasets=("p (main)", "q"), budget="lora_r 4"
+    )
+    assert Setup.of({**settings, "adapter": "super", "sparse_density": 0.1}).budget == "sparse_density 0.1"
+    assert Setup.of({**settings, "lora_r": 4}).budget is None, "full fine-tuning"
+
+
+def test_a_whole_grid_of_records_is_small_and_enough(tmp_path):
+    """As examples/paper/smollm2-135m.yml leaves them, every run scored: 68 of them, and nothing beside the records."""
+    items = (("AddSub", 395), ("MultiArith", 600), ("SingleEq", 508), ("gsm8k", 1319), ("AQuA", 254), ("SVAMP", 1000))
+    draw = random.Random(0)
+    records = []
+    for at, (rate, seed) in enumerate([(1e-4, 0), (5e-4, 0), (1e-3, 0), (5e-4, 1)]):
+        for method in ("lora", *(f"method-{number}" for number in range(16))):
+            losses = [(step, draw.random()) for step in range(10, 470, 10)]
+            evaluated = [(step, draw.random()) for step in (0, 150, 300, 450, 467)]
+            run = make_run(method, rate, seed, losses=losses, eval_losses=[*evaluated[:-1], (467, 1 + at % 2)])
+            records.append((run, make_scores(run.key, 0.4, items=items, targets=120)))
+    runs_dir = save_records(tmp_path / "runs", *records, base=make_scores(None, 0.1, items=items, targets=120))
+    files = list(runs_dir.rglob("*.json"))
+    assert len(files) == 2 * 68 + 1
+    assert sum(file.stat().st_size for file in files) < 3e6
+    assert run_report(runs_dir, "--resamples", 100).exit_code == 0
 
 
 @pytest.mark.parametrize(

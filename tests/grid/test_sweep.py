@@ -273,6 +273,21 @@ def test_no_run_is_started_that_would_end_too_late(stage, write_grid):
     assert stage.calls("run") == FIRST[1:]
 
 
+def test_a_log_says_how_far_it_is_and_how_long_it_will_take(stage, write_grid):
+    """As the bar of a terminal does; of the first runs nobody knows how long they take."""
+    grid = write_grid(score={"runs": "none"})
+    stage.plan |= {"seconds": 7200, "behaviour": {"magnitude 0.0001 0": "fail"}}
+    assert not stage.sweep(grid)
+    lines = [line for line in stage.printed.splitlines() if " of 4" in line]
+    assert [line.partition(" (")[2].partition(")")[0] for line in lines] == [
+        "1 of 4, 6 h 0 min left",
+        "2 of 4, 4 h 0 min left",
+        "3 of 4, 2 h 0 min left",
+        "4 of 4",
+    ]
+    assert "(3 of 4, 2 h 0 min left): ended with exit code 7" in lines[2]
+
+
 def test_a_run_that_is_over_the_limit_is_stopped_and_goes_on(stage, write_grid, tmp_path):
     grid = write_grid(score={"runs": "none"})
     stage.plan["behaviour"] = {"lora 0.0001 0": "block"}
@@ -365,7 +380,9 @@ def test_a_dry_run_lists_what_would_run(stage, write_grid, command):
     before = sorted(RUNS.rglob("*"))
     result = command(grid, "--dry-run", "--retry-failed")
     assert result.exit_code == 0, result.output
-    assert [line.split() for line in result.output.strip().splitlines()[-8:]] == [
+    *lines, last = result.output.strip().splitlines()
+    assert last == "Unchecked: magnitude: base_model: base, whose config is not here, and what depends on its layers."
+    assert [line.split() for line in lines[-8:]] == [
         ["training", "lora/lr0.0001-ep1-seed0", "done"],
         ["training", "lora/lr0.001-ep1-seed0", "failed", "train"],
         ["training", "magnitude/lr0.0001-ep1-seed0", "stopped", "go", "on", "from", "step", "2"],
@@ -377,6 +394,28 @@ def test_a_dry_run_lists_what_would_run(stage, write_grid, command):
     ]
     assert sorted(RUNS.rglob("*")) == before
     assert stage.calls() == []
+
+
+def test_data_that_is_missing_is_told_before_anything_runs(stage, write_grid, command):
+    grid = write_grid()
+    Path("train.jsonl").rename("elsewhere.jsonl")
+    result = command(grid, "--dry-run")
+    assert result.exit_code == 1
+    assert "4 runs to train" in result.output
+    missing = "datasets[0].path: there is no file or folder train.jsonl. Name one, or a dataset on the hub."
+    assert f"Refused: {missing}\n" in result.output, "of all methods, so that none is named"
+    result = command(grid)
+    assert f"methods.lora: {missing}" in result.output
+    assert stage.calls() == []
+    Path("elsewhere.jsonl").rename("train.jsonl")
+    other = write_grid(methods={"lora": {"adapter": "lora"}, "own": {**MAGNITUDE, "datasets": [{"path": "gone.json"}]}})
+    assert "Refused: own: datasets[0].path: there is no file or folder gone.json" in command(other, "--dry-run").output
+    grid = write_grid()
+    assert stage.sweep(grid)
+    Path("train.jsonl").unlink()
+    done = command(grid, "--dry-run")
+    assert (done.exit_code, "Refused" in done.output, "Unchecked" in done.output) == (0, False, False)
+    assert stage.sweep(grid), "nothing is left to read it"
 
 
 def test_the_command_says_what_is_wrong_and_how_it_ended(stage, write_grid, command, monkeypatch):

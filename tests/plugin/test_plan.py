@@ -12,7 +12,7 @@ from axolotl.utils.dict import DictDefault
 from click.testing import CliRunner
 from transformers import LlamaConfig
 
-from axolotl_supertune import ActivationNorms, cli, plan
+from axolotl_supertune import ActivationNorms, calibrate, cli, plan
 from axolotl_supertune.memory import GIB
 
 LLAMA_70B = {
@@ -67,6 +67,7 @@ def test_the_table_is_the_one_that_training_logs(settings, train, run, monkeypat
         trainer = train(mapping)
     # Line by line: a console that is wider puts spaces behind the title.
     table = [line.rstrip() for line in planned.output.splitlines()]
+    table = table[next(at for at, line in enumerate(table) if line.startswith("┏")) - 1 :]
     table = table[: next(at for at, line in enumerate(table) if line.startswith("└")) + 1]
     log = [line.rstrip() for line in "\n".join(logged).splitlines()]
     start = log.index(table[0])
@@ -113,6 +114,148 @@ def test_a_refusal_is_the_error_of_training(settings, load, run, changes):
     assert planned.exit_code == 1
     assert f"Refused: {error.value}" in planned.output
     assert "total" in planned.output
+
+
+@pytest.fixture
+def norms_file(base, tmp_path):
+    """A function (change: norms → norms) → a file of norms of the tiny Llama, changed."""
+    from transformers import AutoModelForCausalLM
+
+    def make(change):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        norms = calibrate(model, [torch.arange(3, 40)[None]], progress=False)
+        ActivationNorms(change(norms.norms), norms.fingerprint, norms.provenance).save(tmp_path / "norms.safetensors")
+        return str(tmp_path / "norms.safetensors")
+
+    return make
+
+
+NO_TEXT = dict.fromkeys(("calibration_dataset", "calibration_samples", "calibration_sequence_len"))
+GRADIENT = {"mask_score": "gradient", "sparse_direction": "top", "calibration_dataset": None}
+WARMUP = {**GRADIENT, "low_rank_warmup_steps": 22, "max_steps": None, "eval_steps": None, "num_epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_most"),
+    [
+        ({"calibration_samples": 1000}, None),
+        ({"calibration_sequence_len": 512, "calibration_samples": 9}, None),
+        ({"calibration_dataset": "training_set", "calibration_samples": 44}, None),
+        ({**GRADIENT, "gradient_batches": 12, "gradient_accumulation_steps": 2}, "micro batches"),
+        (WARMUP, "steps"),
+    ],
+    ids=["few windows", "short text", "few records", "few batches", "few steps"],
+)
+def test_too_little_data_is_refused_in_the_words_of_training(settings, train, run, changes, at_most):
+    """48 records, 5 of them for validation."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (compared below)
+        train(settings(**changes))
+    planned = run(settings(**changes))
+    assert planned.exit_code == 1
+    said = planned.output.replace(" (at most)", "").replace(" at most", "")
+    assert f"Refused: {error.value}" in said
+    assert (" at most" in planned.output or "(at most)" in planned.output) == (at_most is not None)
+
+
+def test_just_enough_data_is_not_refused(settings, run):
+    for changes in (
+        {"calibration_dataset": "training_set", "calibration_samples": 43},
+        {**GRADIENT, "gradient_batches": 11, "gradient_accumulation_steps": 2},
+        {**WARMUP, "low_rank_warmup_steps": 21},
+    ):
+        planned = run(settings(**changes))
+        assert planned.exit_code == 0, planned.output
+        assert "Refused" not in planned.output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda norms: {name: torch.ones(len(norm) + 1) for name, norm in norms.items()},
+        lambda norms: {name.replace("layers.1", "layers.7"): norm for name, norm in norms.items()},
+        lambda norms: {name: norm for name, norm in norms.items() if "down_proj" not in name},
+        lambda norms: {name: norm * float("nan") for name, norm in norms.items()},
+    ],
+    ids=["shapes", "layers", "too few", "NaN"],
+)
+def test_norms_of_other_layers_are_refused_in_the_words_of_training(settings, train, run, norms_file, change):
+    mapping = settings(calibration_path=norms_file(change), **NO_TEXT)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (compared below)
+        train(mapping)
+    planned = run(mapping)
+    assert planned.exit_code == 1
+    assert f"Refused: {error.value}" in planned.output
+
+
+def test_norms_of_this_model_are_checked_but_for_its_weights(settings, run, norms_file):
+    planned = run(settings(calibration_path=norms_file(dict), **NO_TEXT))
+    assert planned.exit_code == 0, planned.output
+    assert "Unchecked: calibration_path: whether its norms are of these weights" in planned.output
+    assert "Nothing in this config is refused by what could be checked." in planned.output
+
+
+@pytest.mark.parametrize("key", ["datasets", "test_datasets"])
+@pytest.mark.parametrize("path", ["gone.jsonl", "./gone", "/gone/at/all", "data/of/mine", ""])
+def test_a_data_set_that_is_missing_or_empty_is_refused(settings, run, tmp_path, key, path):
+    (tmp_path / "empty.jsonl").touch()
+    changes = {key: [{"path": path or str(tmp_path / "empty.jsonl"), "type": "alpaca"}]}
+    planned = run(settings(val_set_size=None if key == "test_datasets" else 0.1, **changes))
+    assert planned.exit_code == 1
+    assert f"{key}[0].path: " in planned.output.partition("Refused: ")[2]
+    assert ("is empty" if not path else f"there is no file or folder {path}.") in planned.output
+
+
+def test_what_was_prepared_needs_no_file(settings, run, tmp_path):
+    (tmp_path / "prepared" / "0123").mkdir(parents=True)
+    planned = run(settings(datasets=[{"path": "gone.jsonl", "type": "alpaca"}]))
+    assert planned.exit_code == 0, planned.output
+    assert "Unchecked: datasets[0].path: there is no file or folder gone.jsonl, and whether it was" in planned.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "unchecked"),
+    [
+        ({"calibration_dataset": None}, "calibration_dataset: allenai/c4, which would have to be downloaded"),
+        ({"datasets": [{"path": "openai/gsm8k", "type": "alpaca"}]}, "datasets[0].path: openai/gsm8k, which would"),
+        ({"tokenizer_config": "nobody/no-tokenizer"}, "64 tokens: the tokenizer of nobody/no-tokenizer is not here"),
+        ({"calibration_dataset": "training_set"}, "calibration_samples: 4 against the records that are left"),
+        ({**GRADIENT, "datasets": [{"path": "openai/gsm8k", "type": "alpaca"}]}, "gradient_batches: 8 against the"),
+        ({"added_tokens_overrides": {5: "<new>"}}, "added_tokens_overrides make a tokenizer of its own"),
+    ],
+)
+def test_what_only_a_download_would_tell_is_unchecked(settings, run, tmp_path, changes, unchecked):
+    planned = run(settings(**changes), "--json", tmp_path / "plan.json")
+    assert planned.exit_code == 0, planned.output
+    said = json.loads((tmp_path / "plan.json").read_text())["unchecked"]
+    assert any(unchecked in each for each in said)
+    assert all(f"Unchecked: {each}." in planned.output for each in said)
+
+
+def test_a_run_that_goes_on_reads_no_text(settings, run, tmp_path):
+    """Of a checkpoint, or another adapter, nothing is calibrated."""
+    mapping = settings(calibration_samples=1000, lora_model_dir=str(tmp_path))
+    assert run(mapping).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "title", "unused"),
+    [
+        ({}, "Supra, λ = 0.8: wanda-bottom, r0 = 8", set()),
+        ({"supra_lambda": 1.0}, "Supra, λ = 1.0: no single weights, r0 = 8", {"mask_score", "sparse_direction"}),
+        ({"adapter": "super", "sparse_direction": "random"}, "Super: random (seed 0), r0 = 8", {"mask_score"}),
+        (
+            {"supra_lambda": 1.0, "lora_r": None, "sparse_density": 0.3, "mask_score": "magnitude"},
+            "Supra, λ = 1.0: magnitude-bottom, density 0.3",
+            set(),
+        ),
+        ({"sparse_direction": "hybrid", "support_scope": "row"}, "wanda-hybrid (β = 0.5), by row, r0 = 8", set()),
+    ],
+)
+def test_a_score_is_named_only_where_it_is_used(settings, run, tmp_path, changes, title, unused):
+    planned = run(settings(**changes), "--json", tmp_path / "plan.json")
+    assert title in planned.output
+    method = json.loads((tmp_path / "plan.json").read_text())["method"]
+    assert {key for key in ("mask_score", "sparse_direction") if method[key] is None} == unused
 
 
 @pytest.mark.parametrize("content", ["other norms", "no norms"])

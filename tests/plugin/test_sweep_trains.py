@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 from peft import PeftModel
 from rich.console import Console
 from trainings import StopAt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from axolotl_supertune import ActivationNorms
+from axolotl_supertune import ActivationNorms, data_checks
+from axolotl_supertune.cli import supertune
 from axolotl_supertune.grid.grid import RECORD, SUPERTUNE
 from axolotl_supertune.grid.jobs import Places
 from axolotl_supertune.grid.record import VARIABLE
@@ -134,28 +136,69 @@ def test_the_plugin_says_what_it_is_for(recorded, train, monkeypatch):
         train(recorded(mask_score="magnitude"))
 
 
-def test_a_sweep_runs_axolotls_own_commands(settings, data, tmp_path, monkeypatch):
+@pytest.fixture
+def write_grid(settings, data, tmp_path, monkeypatch):
+    """A function (methods) → path of a GRID file in the working folder, of one rate."""
     monkeypatch.chdir(tmp_path)
+
+    def write(methods, **changes):
+        shared = settings(
+            adapter=None,
+            plugins=None,
+            datasets=[{"path": "train.jsonl", "type": "alpaca"}],
+            test_datasets=[{"path": "valid.jsonl", "type": "alpaca", "split": "train"}],
+            dataset_prepared_path=None,
+            eval_steps=5,
+            output_dir=None,
+            **dict.fromkeys(("val_set_size", "max_steps", "learning_rate", "seed", "save_steps")),
+            **changes,
+        )
+        (tmp_path / "base.yml").write_text(yaml.safe_dump({**shared, "save_strategy": "no"}))
+        grid = {"base": "base.yml", "output_dir": "runs", "methods": methods, "learning_rates": [5e-3]}
+        (tmp_path / "grid.yml").write_text(yaml.safe_dump(grid))
+        return tmp_path / "grid.yml"
+
+    return write
+
+
+def test_a_dry_run_says_what_runs_would_be_refused_for(write_grid, problems):
+    """In plan's words, which are training's, each once for all methods that it is about; one text is read once."""
+    wanda = {"adapter": "super"}
+    methods = {
+        "lora": {"adapter": "lora", "lora_r": 2, "lora_target_linear": True},
+        "bottom": wanda,
+        "top": {**wanda, "sparse_direction": "top"},
+        "short": {**wanda, "calibration_sequence_len": 32, "calibration_samples": 3},
+        "large": {**wanda, "mask_score": "magnitude", "lora_r": 5000},
+        "sift": {**wanda, "mask_score": "gradient", "gradient_batches": 30},
+    }
+    read = []
+    grid = write_grid(methods, calibration_samples=900)
+    with pytest.MonkeyPatch.context() as patched:
+        original = data_checks._windows
+        patched.setattr(data_checks, "_windows", lambda cfg, *args: (read.append(cfg), original(cfg, *args)))
+        result = CliRunner().invoke(supertune, ["sweep", str(grid), "--dry-run"])
+    assert result.exit_code == 1, result.output
+    assert [cfg["calibration_samples"] for cfg in read] == [900, 3]
+    refused = [line for line in result.output.splitlines() if line.startswith("Refused: ")]
+    assert len(refused) == 3, refused
+    assert refused[0].startswith(
+        f"Refused: bottom, top: calibration_dataset {problems[1]} is too short: 900 windows of 64"
+    )
+    assert refused[1].startswith("Refused: large: ")
+    assert "use r0 ≤" in refused[1]
+    assert refused[2].startswith("Refused: sift: gradient_batches: 30 batches of 1 micro batches")
+    assert "Unchecked" not in result.output
+    assert not Path("runs").exists()
+    good = CliRunner().invoke(supertune, ["sweep", str(write_grid({"wanda": wanda})), "--dry-run"])
+    assert good.exit_code == 0, good.output
+    assert "Refused" not in good.output
+
+
+def test_a_sweep_runs_axolotls_own_commands(write_grid, tmp_path, monkeypatch):
     for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
         monkeypatch.setenv(name, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}[name])
-    shared = settings(
-        adapter=None,
-        plugins=None,
-        datasets=[{"path": "train.jsonl", "type": "alpaca"}],
-        test_datasets=[{"path": "valid.jsonl", "type": "alpaca", "split": "train"}],
-        dataset_prepared_path=None,
-        eval_steps=5,
-        output_dir=None,
-        **dict.fromkeys(("val_set_size", "max_steps", "learning_rate", "seed", "save_steps")),
-    )
-    (tmp_path / "base.yml").write_text(yaml.safe_dump({**shared, "save_strategy": "no"}))
-    grid = {
-        "base": "base.yml",
-        "output_dir": "runs",
-        "methods": {"wanda": {"adapter": "super", "sparse_direction": "top", "lora_r": 2}},
-        "learning_rates": [5e-3],
-    }
-    (tmp_path / "grid.yml").write_text(yaml.safe_dump(grid))
+    write_grid({"wanda": {"adapter": "super", "sparse_direction": "top", "lora_r": 2}})
     sweep = Sweep(tmp_path / "grid.yml", Places(()), Console(width=200))
     assert sweep.sweep("choose"), "\n".join(path.read_text()[-2000:] for path in (tmp_path / "runs").rglob("*.log"))
     folder = tmp_path / "runs/wanda/lr0.005-ep1-seed0"

@@ -70,6 +70,19 @@ def test_a_card_without_headings_gets_the_section(base, tmp_path):
     assert "magnitude-hybrid (β = 0.5)" in text
 
 
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        ({"supra_lambda": 1}, "Supra, λ = 1, α = 16, no single weights, of"),
+        ({"supra_lambda": 0, "sparse_direction": "random", "support_seed": 3}, "Super, support random (seed 3), of"),
+        ({"supra_lambda": 1, "budget_scope": "density"}, "Supra, λ = 1, α = 16, support magnitude-bottom, of"),
+    ],
+)
+def test_a_card_names_a_score_only_where_it_is_used(base, tmp_path, knobs, expected):
+    get_peft_model(base, SupraConfig(mask_score="magnitude", **knobs)).save_pretrained(tmp_path / "adapter")
+    assert f"- **Method:** {expected}" in (tmp_path / "adapter/README.md").read_text()
+
+
 def test_cards_of_other_methods_are_pefts(base, tmp_path):
     get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     assert "supertune" not in (tmp_path / "adapter/README.md").read_text()

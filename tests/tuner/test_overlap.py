@@ -122,20 +122,90 @@ def test_an_adapter_without_a_sparse_part_shares_nothing(make):
     assert "–" in result.output
 
 
-def test_other_bases_layers_and_shapes_are_refused(make, tiny_llama, tmp_path):
+def test_other_layers_and_shapes_are_refused(make, tiny_llama):
     first = make("first")
-    config = json.loads((first / "adapter_config.json").read_text(encoding="utf-8"))
-    other = make("other")
-    (other / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "another/base"}))
-    result = run(first, other)
-    assert result.exit_code == 1
-    assert "base model 'another/base' and" in result.output
-    (other / "adapter_config.json").write_text(json.dumps(config | {"revision": "v2"}))
-    assert "revision 'v2' and None" in run(first, other).output
     fewer = make("fewer", target_modules=["q_proj", "k_proj"])
     assert "adapt different layers: only one of them has model.layers.0.mlp.down_proj" in run(first, fewer).output
     wide = make("wide", base=tiny_llama(intermediate_size=128))
-    assert "model.layers.0.mlp.down_proj is 64 × 128 in" in run(first, wide).output
+    result = run(first, wide)
+    assert result.exit_code == 1
+    assert "model.layers.0.mlp.down_proj is 64 × 128 in" in result.output
+
+
+@pytest.fixture
+def of(make):
+    """A function (adapter, base, **more) → an adapter whose config names that base."""
+
+    def of(name, base, **more):
+        folder = make(name)
+        path = folder / "adapter_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(config | {"base_model_name_or_path": str(base), **more}))
+        return folder
+
+    return of
+
+
+def noted(*adapters):
+    """What is said of the bases; the supports are compared all the same."""
+    result = run(*adapters, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[-1]["jaccard"] == 1
+    return result.stderr
+
+
+@pytest.mark.parametrize("shards", ["5GB", "60KB"])
+def test_bases_of_other_names_are_told_apart_by_their_weights(of, tiny_llama, tmp_path, shards):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    tiny_llama().save_pretrained(tmp_path / "moved", max_shard_size=shards)
+    changed = tiny_llama()
+    changed.model.layers[1].self_attn.k_proj.weight.data[0, 0] += 1
+    changed.save_pretrained(tmp_path / "changed", max_shard_size=shards)
+    first = of("first", tmp_path / "base")
+    assert noted(first, of("same", tmp_path / "base" / ".." / "base")) == ""
+    moved = noted(first, of("second", tmp_path / "moved"))
+    assert f"name different bases, {tmp_path / 'moved'} and {tmp_path / 'base'}: the same weights (21 tensors" in moved
+    other = noted(first, of("third", tmp_path / "changed"))
+    assert "other weights: 1 of 21 tensors differ (model.layers.1.self_attn.k_proj.weight)." in other
+    tiny_llama(seed=1).save_pretrained(tmp_path / "drawn")
+    assert "other weights: 16 of 21 tensors differ" in noted(first, of("fourth", tmp_path / "drawn")), "norms are 1"
+
+
+def test_a_base_in_the_hubs_cache_is_read_there(of, tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--nobody--cached"
+    tiny_llama().save_pretrained(tmp_path / "base")
+    tiny_llama().save_pretrained(repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    assert "the same weights" in noted(of("first", tmp_path / "base"), of("second", "nobody/cached"))
+
+
+def test_of_a_base_that_is_not_here_nothing_is_claimed(of, tiny_llama, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "base", max_shard_size="60KB")
+    first = of("first", tmp_path / "base")
+    for name in (tmp_path / "gone", "nobody/nothing"):
+        assert f"not checked: those of {name} are not here" in noted(first, of("second", name))
+    next((tmp_path / "base").glob("model-00002-of-*.safetensors")).unlink()
+    tiny_llama().save_pretrained(tmp_path / "whole")
+    assert f"not checked: those of {tmp_path / 'base'} are not here" in noted(first, of("third", tmp_path / "whole"))
+    (tmp_path / "whole" / "model.safetensors").write_text("hello")
+    tiny_llama().save_pretrained(tmp_path / "base")
+    result = run(of("fourth", tmp_path / "whole"), of("fifth", "nobody/nothing"))
+    assert (result.exit_code, "whole/model.safetensors is not a readable" in result.output) == (1, True)
+
+
+def test_revisions_quantization_and_many_adapters_of_one_other_base(of):
+    first = of("first", "nobody/nothing")
+    quantized = of("quantized", "nobody/nothing", base_quantization={"load_in_4bit": True})
+    said = noted(first, quantized)
+    assert 'base_quantization {"load_in_4bit": true} and none, so that' in said
+    assert "not checked" not in said
+    second, third = (of(name, "nobody/nothing", revision="v2") for name in ("second", "third"))
+    said = noted(first, second, third)
+    assert said.count("name different bases") == 1
+    assert f"{second}, {third} and {first} name" in said
+    assert "nobody/nothing (revision v2) and nobody/nothing: whether they are the same weights was not checked" in said
 
 
 def test_what_cannot_be_compared_is_named(make, tiny_llama, tmp_path):

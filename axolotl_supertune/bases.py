@@ -1,0 +1,77 @@
+"""Whether two base models are one, told from their files: no model is loaded and nothing is downloaded."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+_ROWS = 16
+"""Of each tensor, evenly spread, the first and the last among them."""
+
+
+def base_folder(name: str, revision: str | None = None) -> Path | None:
+    """Where the files of a base model are: its folder, or the hub's cache; None if nowhere here."""
+    from huggingface_hub import snapshot_download
+
+    if os.path.isdir(name):
+        return Path(os.path.realpath(name))
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or no name of the hub's
+        return None
+
+
+def weight_digests(folder: Path) -> dict[str, str] | None:
+    """sha256 of each tensor's dtype, shape and 16 evenly spread rows (of a vector: all of it), by its name.
+
+    Returns:
+        None if there are no safetensors files, or not all that their index names.
+
+    Raises:
+        ValueError: a file that cannot be read; names it.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files or not all(file.is_file() for file in files):
+        return None
+    found = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    part = opened.get_slice(name)
+                    shape = part.get_shape()
+                    digest = hashlib.sha256(f"{part.get_dtype()}{shape}".encode())
+                    rows = shape[0] if len(shape) > 1 else 0
+                    spread = {round(at * (rows - 1) / (_ROWS - 1)) for at in range(_ROWS)} if rows else ()
+                    pieces = [part[row : row + 1] for row in sorted(spread)] or [opened.get_tensor(name)]
+                    for piece in pieces:
+                        digest.update(piece.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                    found[name] = digest.hexdigest()
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a readable safetensors file ({error}).") from error
+    return found
+
+
+def compared(first: tuple[str, str | None], second: tuple[str, str | None]) -> str:
+    """In words, whether two bases (name, revision) hold the same weights, as far as their files are here."""
+    digests = []
+    for name, revision in (first, second):
+        folder = base_folder(name, revision)
+        found = None if folder is None else weight_digests(folder)
+        if found is None:
+            return f"whether they are the same weights was not checked: those of {name} are not here"
+        digests.append(found)
+    one, other = digests
+    every = sorted({*one, *other})
+    differing = [name for name in every if one.get(name) != other.get(name)]
+    if not differing:
+        return f"the same weights ({len(every)} tensors, {_ROWS} rows of each compared)"
+    listed = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+    return f"other weights: {len(differing)} of {len(every)} tensors differ ({listed})"
