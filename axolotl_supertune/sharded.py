@@ -60,6 +60,11 @@ def gathered_weight(layer: Any, name: str) -> Tensor:
     return weight
 
 
+def is_whole(tensor: Tensor) -> bool:
+    """Whether all of a tensor is here."""
+    return not isinstance(tensor, DTensor) and tensor.shape == shape_of(tensor)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor, gathered if it is sharded (then a copy, and every process must call this)."""
     if isinstance(tensor, DTensor):

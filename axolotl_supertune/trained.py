@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .processes import Processes, digest_of
-from .sharded import shape_of, whole
+from .sharded import is_whole, shape_of, whole
 from .tuner import SupraConfig, SupraLayer
 from .tuner.checkpoint import unpack
 
@@ -217,13 +217,36 @@ def check_saved(model: Any, folder: Path, *, values: bool = False, reads: bool =
             problems.append(f"{name} has other values")
     problems += [f"{layer}: {problem}" for layer, problem in damaged.items()]
     packed = {f"{layer}.supra_{name}" for layer in damaged for name in ("codes", "checksum")}
-    problems += [f"{name} is not the model's" for name in sorted(saved.keys() - expected.keys() - packed)]
+    embeddings = _embeddings(model)
+    for name in sorted(saved.keys() - expected.keys() - packed):
+        if name not in embeddings:
+            problems.append(f"{name} is not the model's")
+        elif is_whole(embeddings[name]) and not _equal(saved[name], embeddings[name]):
+            problems.append(f"{name} has other values")
     if problems:
         raise RuntimeError(
             f"{path} is not the adapter that the model has: {problems[0]}"
             + (f" ({len(problems)} tensors are wrong)" if len(problems) > 1 else "")
             + ". Do not go on from it; please report this, with the versions of axolotl, accelerate and peft."
         )
+
+
+def _embeddings(model: Any) -> dict[str, Tensor]:
+    """The embeddings and the output layer, by their names in a file: the base's, and beside them trained copies.
+
+    PEFT saves them with an adapter where one of them is adapted, or where the vocabulary is another than the base's.
+    """
+    owner = next((module for module in model.modules() if hasattr(module, "get_output_embeddings")), None)
+    if owner is None:
+        return {}
+    ends = (owner.get_input_embeddings(), owner.get_output_embeddings())
+    bases = [getattr(module, "base_layer", module) for module in ends if module is not None]
+    return {
+        f"{_plain(name)}.{tensor}".replace(".modules_to_save.default.", ".modules_to_save."): value
+        for name, module in model.named_modules()
+        if any(module is base for base in bases)
+        for tensor, value in module.named_parameters(remove_duplicate=False)
+    }
 
 
 def _equal(saved: Tensor, tensor: Tensor) -> bool:

@@ -326,6 +326,49 @@ def test_it_trains_with(settings, train, base, changes):
     assert torch.equal(logits(loaded), logits(trainer.model))
 
 
+@pytest.mark.parametrize(
+    ("changes", "beside"),
+    [
+        ({"special_tokens": {"pad_token": "<|new|>"}}, {"model.embed_tokens.weight", "lm_head.weight"}),
+        ({"resize_token_embeddings_to_32x": True}, {"model.embed_tokens.weight", "lm_head.weight"}),
+        ({"lora_target_modules": ["lm_head", "q_proj"], "lora_target_linear": None}, {"lm_head.base_layer.weight"}),
+        (
+            {"tokens": ["<|new|>"], "lora_modules_to_save": ["embed_tokens", "lm_head"]},
+            {  # PEFT's own choice: the trained ones, and both once more
+                f"{module}.{part}weight"
+                for module in ("model.embed_tokens", "lm_head")
+                for part in ("", "modules_to_save.", "original_module.")
+            },
+        ),
+    ],
+    ids=lambda changes: next(iter(changes)) if isinstance(changes, dict) else "",
+)
+def test_embeddings_that_peft_saves_with_an_adapter(settings, train, write, base, tmp_path, changes, beside):
+    from axolotl.cli.merge_lora import do_cli
+    from transformers import LlamaForCausalLM
+
+    shared = {"max_steps": 4, "save_steps": 2, "eval_steps": None, "lora_dropout": 0.0, **changes}
+    if not {"lora_target_modules", "lora_modules_to_save"}.isdisjoint(changes):  # a tied output layer is refused
+        shared["base_model"] = str(tmp_path / "untied")
+        config = AutoModelForCausalLM.from_pretrained(base).config
+        config.tie_word_embeddings = False
+        LlamaForCausalLM(config).save_pretrained(tmp_path / "untied")
+        AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "untied")
+    whole = settings(output_dir=str(tmp_path / "whole"), **shared)
+    adapted = logits(train(whole).model)
+    saved = adapter_of(whole)
+    assert {name.removeprefix("base_model.model.") for name in saved if "supra_" not in name} == beside
+    resumed = settings(
+        output_dir=str(tmp_path / "resumed"), resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"), **shared
+    )
+    train(resumed)
+    assert_equal_tensors(saved, adapter_of(resumed))
+    do_cli(config=write(whole))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole/merged")
+    assert logits(merged).shape == adapted.shape
+    torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=1e-5)
+
+
 def test_gradient_checkpointing_changes_nothing(settings, train, tmp_path):
     plain = settings(output_dir=str(tmp_path / "plain"))
     saving = settings(output_dir=str(tmp_path / "saving"), gradient_checkpointing=True)
