@@ -31,7 +31,7 @@ from rich.console import Console
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
-from . import checks, quantized_base
+from . import checks, quantized_base, sharded_base
 from .calibration import ActivationNorms, calibrate, gathered_in_turn, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
@@ -147,11 +147,15 @@ class SupertunePlugin(BasePlugin):
                     self._windows = self._processes.from_first(lambda: _windows(cfg, model_config))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
+        """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized, or a sharded one."""
         if cfg.adapter in checks.ADAPTERS:
             if self._deepspeed is not None:
                 cfg.deepspeed, self._deepspeed = self._deepspeed, None
             quantized_base.prepare(cfg, model)
+            if checks.is_zero3(cfg):
+                assert self._processes is not None, "pre_model_load came first"
+                with self._processes.together("preparing the base model"):
+                    sharded_base.put_right(model, cfg.torch_dtype)
 
     def load_adapter(
         self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False

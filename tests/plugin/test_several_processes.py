@@ -336,6 +336,22 @@ def test_zero_computes_in_bf16_and_keeps_the_adapter_in_fp32(even_settings, laun
     assert losses[-1] < losses[0]
 
 
+def test_zero_3_in_bf16_calibrates_and_trains_as_one_process(even_settings, train, launch_deepspeed, monkeypatch):
+    """zero.Init has rounded RoPE's frequencies to bf16: another base, at all but the first positions."""
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    asked = {"bf16": True, "calibration_sequence_len": 64, "learning_rate": 1e-3}
+    one, two = even_settings(1, "one", **asked), even_settings(2, "two", deepspeed=zero(3), **asked)
+    train(one)
+    status, output = launch_deepspeed(two)
+    assert status == 0, output
+    norms = [ActivationNorms.load(Path(each["output_dir"]) / "activation_norms.safetensors") for each in (one, two)]
+    for layer, norm in norms[0].norms.items():
+        torch.testing.assert_close(norms[1][layer], norm, rtol=1e-6, atol=0)
+    here, there = losses_in(one), losses_in(two)
+    torch.testing.assert_close(there[0], here[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(there, here, rtol=2e-3, atol=0)  # as ZeRO-2's are
+
+
 CASTS = """
 import axolotl_supertune.plugin as plugin
 plugin._keep_fp32 = lambda trainer: None
