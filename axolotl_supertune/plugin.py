@@ -178,7 +178,9 @@ class SupertunePlugin(BasePlugin):
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
-            check_resume(cfg, checkpoint, adapter_config(model, cfg), self._processes.world if self._processes else 1)
+            zero = checks.deepspeed_config(cfg.deepspeed)["zero_optimization"] if cfg.deepspeed else None
+            world = self._processes.world if self._processes else 1
+            check_resume(cfg, checkpoint, adapter_config(model, cfg), world, zero)
         if trained:
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates

@@ -282,20 +282,58 @@ def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
     (checkpoint / "trainer_state.json").write_text("{}")
     asked = PeftConfig.from_pretrained(str(checkpoint))
 
-    def resume(processes, **keys):
-        check_resume(DictDefault({"adapter": "supra", **keys}), str(checkpoint), asked, processes)
+    def resume(processes, stage=None, **more):
+        zero = {"stage": stage, **more} if stage else None
+        check_resume(DictDefault({"adapter": "supra"}), str(checkpoint), asked, processes, zero)
 
     resume(2)
     with pytest.raises(ValueError, match=r"checkpoint-4 has no optimizer state of DeepSpeed.* Remove deepspeed"):
-        resume(2, deepspeed=zero(2))
-    (checkpoint / "global_step4").mkdir()
+        resume(2, stage=2)
+    parts = checkpoint / "global_step4"
+    parts.mkdir()
     for rank in range(2):
-        (checkpoint / f"global_step4/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    resume(2, deepspeed=zero(2))
+        state = {"ds_config": {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}}}
+        torch.save(state, parts / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        (checkpoint / f"rng_state_{rank}.pth").touch()
+    (parts / "mp_rank_00_model_states.pt").touch()
+    (checkpoint / "latest").write_text("global_step4")
+    resume(2, stage=1)
+    resume(2, stage=2)
     with pytest.raises(ValueError, match=r"in 2 parts, one a process, .*these are 4\. Start 2"):
-        resume(4, deepspeed=zero(2))
+        resume(4, stage=2)
     with pytest.raises(ValueError, match=r"the optimizer state in .*checkpoint-4 is DeepSpeed's\. Set deepspeed"):
         resume(2)
+    with pytest.raises(ValueError, match=r"under ZeRO-1 or ZeRO-2, and .*stage: 3, .* to 1 or 2 .*: lora_model_dir: /"):
+        resume(2, stage=3)
+    (parts / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(ValueError, match=r"has no global_step4/mp_rank_00_model_states\.pt, .* Delete it"):
+        resume(2, stage=2)
+    for rank in range(2):
+        (parts / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
+    resume(2, stage=3)
+    resume(2, stage=3, sub_group_size=1000000000)
+    with pytest.raises(ValueError, match=r"sub_group_size: 1000000000.0, and deepspeed says 100\. Set it back"):
+        resume(2, stage=3, sub_group_size=100)
+    for stage in (1, 2):
+        with pytest.raises(ValueError, match=rf"was written under ZeRO-3, and .*stage: {stage}, .* Set it to 3 to"):
+            resume(2, stage=stage)
+    for lost in (parts / "zero_pp_rank_1_mp_rank_00_model_states.pt", checkpoint / "latest", *sorted(parts.iterdir())):
+        kept = lost.read_bytes()
+        lost.unlink()
+        with pytest.raises(ValueError, match=rf"incomplete, it has no {lost.relative_to(checkpoint)}, .* Delete it to"):
+            resume(2, stage=3)
+        lost.write_bytes(kept)
+    resume(2, stage=3)
+
+
+@pytest.mark.parametrize(("had", "has"), [(None, 1e-4), (1e-4, None)])
+def test_a_checkpoint_of_other_groups_of_parameters_is_refused(settings, train, had, has):
+    """torch knows how many groups there are, and not which key makes one."""
+    train(settings(max_steps=2, save_steps=2, eval_steps=None, mask_score="magnitude", sparse_lr=had))
+    resumed = settings(max_steps=4, save_steps=2, eval_steps=None, mask_score="magnitude", sparse_lr=has)
+    told = rf"sparse_lr: {has}, but the checkpoint .* was trained with {had or 'none'}: .* Set it back"
+    with pytest.raises(ValueError, match=told):
+        train({**resumed, "auto_resume_from_checkpoints": True})
 
 
 SHOWS_DTYPES = """
