@@ -128,16 +128,21 @@ class SupertunePlugin(BasePlugin):
             # zero.Init takes the base's dtype from here and from nothing else; training does not, see `_keep_fp32`.
             self._deepspeed = cfg.deepspeed
             cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
-        model_config = load_model_config(cfg)
-        quantized_base.complete(cfg, model_config)
-        if not self.calibrates_only:
-            if not _is_new(cfg):
-                return
-            if _is_evaluation():
+        # Where one process failed on its own the others would wait for it to load its part of a base.
+        with self._processes.together("reading the base model's config"):
+            model_config = load_model_config(cfg)
+            quantized_base.complete(cfg, model_config)
+            new = self.calibrates_only or _is_new(cfg)
+            if new and not self.calibrates_only and _is_evaluation():
                 raise ValueError(untrained(cfg.output_dir))
+        with self._processes.together("making a new adapter" if new else "reading a trained adapter"):
+            pass  # leaves with an error where they do not all do the same
+        if not new:
+            return
         if cfg.calibration_path:
-            norms = ActivationNorms.load(cfg.calibration_path)
-            checks.check_provenance(cfg, norms.provenance, _max_positions(model_config))
+            with self._processes.together("reading calibration_path"):
+                norms = ActivationNorms.load(cfg.calibration_path)
+                checks.check_provenance(cfg, norms.provenance, _max_positions(model_config))
         elif checks.may_need_norms(cfg):
             with self._processes.together("reading the calibration text"):
                 if cfg.calibration_dataset == TRAINING_SET:

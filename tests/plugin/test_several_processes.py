@@ -418,6 +418,28 @@ def test_one_process_that_fails_ends_all_with_its_error(settings, launch):
     assert not (Path(mapping["output_dir"]) / "activation_norms.safetensors").exists()
 
 
+DAMAGED = """
+from axolotl_supertune import ActivationNorms
+def damaged(path):
+    raise ValueError(f"{path} is not a readable safetensors file (damaged)")
+if os.environ["RANK"] == "1": ActivationNorms.load = damaged
+"""
+
+
+@pytest.mark.parametrize("engine", ["DDP", "ZeRO-3"])
+def test_norms_that_one_process_cannot_read_end_all_with_its_error(even_settings, launch, launch_deepspeed, engine):
+    """Before the base is loaded, which the processes of ZeRO-3 do together."""
+    no_text = {f"calibration_{key}": None for key in ("dataset", "samples", "sequence_len", "batch_size")}
+    mapping = even_settings(2, "two", calibration_path="norms.safetensors", **no_text)
+    if engine == "ZeRO-3":
+        status, output = launch_deepspeed({**mapping, "deepspeed": zero(3)}, DAMAGED)
+    else:
+        status, output = launch(mapping, DAMAGED)
+    assert status != 0
+    told = "norms.safetensors is not a readable safetensors file (damaged)"
+    assert f"process 1 of 2 failed while reading calibration_path: ValueError: {told}" in output
+
+
 class Alike(Processes):
     """Two processes of which this is one and `other` is what the other one would say."""
 
