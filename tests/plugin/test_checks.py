@@ -153,7 +153,7 @@ def zero3(**more):
         (
             zero3(),
             {"mask_score": "gradient", "sparse_direction": "top"},
-            r"deepspeed: .*mask_score: gradient: it was not tried",
+            r"^deepspeed does not work with mask_score: gradient: it was not tried",
         ),
         ({**ZERO2, "communication_data_type": "bf16"}, {}, r"communication_data_type: bf16 rounds the gradients"),
         ({**ZERO2, "data_types": {"grad_accum_dtype": "bf16"}}, {}, r"data_types\.grad_accum_dtype: bf16 rounds"),
