@@ -407,6 +407,12 @@ _REFUSED_IN_DEEPSPEED: dict[str, str] = {
     "compression_training": "it prunes or quantizes what is trained. Remove it",
     "tensor_parallel": "it is not supported yet. Remove it",
 }
+# Other names that DeepSpeed reads the same keys by: an old one, and the fields of which those are the aliases.
+_OTHER_NAMES_IN_DEEPSPEED = {
+    "bf16.enabled": "bfloat16.enabled",
+    "zero_optimization.stage3_module_granularity_threshold": "zero_optimization.module_granularity_threshold",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "zero_optimization.use_all_reduce_for_fetch_params",
+}
 # Keys that do nothing with this value, and shard the base otherwise than over all processes with another.
 _SHARDS_OTHERWISE = {"zero_optimization.zero_hpz_partition_size": 1, "zero_optimization.mics_shard_size": -1}
 _REFUSED_BESIDE_DEEPSPEED: dict[str, str] = {
@@ -458,7 +464,8 @@ def _check_deepspeed(cfg: Config) -> None:
         raise ValueError(
             f"deepspeed: zero_optimization.stage: {stage} shards nothing; write 1, 2 or 3, or remove deepspeed (DDP)."
         )
-    for key, reason in _REFUSED_IN_DEEPSPEED.items():
+    others = {other: _REFUSED_IN_DEEPSPEED[key] for key, other in _OTHER_NAMES_IN_DEEPSPEED.items()}
+    for key, reason in (_REFUSED_IN_DEEPSPEED | others).items():
         if value(key) not in (None, False, "auto"):
             raise ValueError(f"deepspeed: {key}: {value(key)} does not work with adapter: {cfg['adapter']}: {reason}.")
     for key, nothing in _SHARDS_OTHERWISE.items():

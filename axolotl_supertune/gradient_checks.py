@@ -30,8 +30,10 @@ def check(cfg: Mapping[str, Any], has_sparse_part: bool) -> None:
         return
     for key, reason in _REFUSED.items():
         if cfg.get(key):
+            # Mappings and lists are long, and whether they are there is what matters.
+            value = f": {cfg[key]}" if isinstance(cfg[key], str | bool | int) else ""
             raise ValueError(
-                f"{key}: {cfg[key]} does not work with mask_score: {cfg['mask_score']}: {reason}. Remove {key}, or "
+                f"{key}{value} does not work with mask_score: {cfg['mask_score']}: {reason}. Remove {key}, or "
                 "choose the support by mask_score: wanda or magnitude."
             )
     steps, warmup = cfg.get("max_steps"), cfg.get("low_rank_warmup_steps") or 0

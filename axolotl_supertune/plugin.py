@@ -31,7 +31,7 @@ from rich.console import Console
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
-from . import checks, quantized_base
+from . import checks, quantized_base, sharded_base
 from .calibration import ActivationNorms, calibrate, gathered_in_turn, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
@@ -128,16 +128,21 @@ class SupertunePlugin(BasePlugin):
             # zero.Init takes the base's dtype from here and from nothing else; training does not, see `_keep_fp32`.
             self._deepspeed = cfg.deepspeed
             cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
-        model_config = load_model_config(cfg)
-        quantized_base.complete(cfg, model_config)
-        if not self.calibrates_only:
-            if not _is_new(cfg):
-                return
-            if _is_evaluation():
+        # Where one process failed on its own the others would wait for it to load its part of a base.
+        with self._processes.together("reading the base model's config"):
+            model_config = load_model_config(cfg)
+            quantized_base.complete(cfg, model_config)
+            new = self.calibrates_only or _is_new(cfg)
+            if new and not self.calibrates_only and _is_evaluation():
                 raise ValueError(untrained(cfg.output_dir))
+        with self._processes.together("making a new adapter" if new else "reading a trained adapter"):
+            pass  # leaves with an error where they do not all do the same
+        if not new:
+            return
         if cfg.calibration_path:
-            norms = ActivationNorms.load(cfg.calibration_path)
-            checks.check_provenance(cfg, norms.provenance, _max_positions(model_config))
+            with self._processes.together("reading calibration_path"):
+                norms = ActivationNorms.load(cfg.calibration_path)
+                checks.check_provenance(cfg, norms.provenance, _max_positions(model_config))
         elif checks.may_need_norms(cfg):
             with self._processes.together("reading the calibration text"):
                 if cfg.calibration_dataset == TRAINING_SET:
@@ -147,11 +152,15 @@ class SupertunePlugin(BasePlugin):
                     self._windows = self._processes.from_first(lambda: _windows(cfg, model_config))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized."""
+        """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized, or a sharded one."""
         if cfg.adapter in checks.ADAPTERS:
             if self._deepspeed is not None:
                 cfg.deepspeed, self._deepspeed = self._deepspeed, None
             quantized_base.prepare(cfg, model)
+            if checks.is_zero3(cfg):
+                assert self._processes is not None, "pre_model_load came first"
+                with self._processes.together("preparing the base model"):
+                    sharded_base.put_right(model, cfg.torch_dtype)
 
     def load_adapter(
         self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False
@@ -174,7 +183,9 @@ class SupertunePlugin(BasePlugin):
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
-            check_resume(cfg, checkpoint, adapter_config(model, cfg), self._processes.world if self._processes else 1)
+            zero = checks.deepspeed_config(cfg.deepspeed)["zero_optimization"] if cfg.deepspeed else None
+            world = self._processes.world if self._processes else 1
+            check_resume(cfg, checkpoint, adapter_config(model, cfg), world, zero)
         if trained:
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates

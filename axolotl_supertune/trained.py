@@ -3,10 +3,13 @@ agrees with it."""
 
 import json
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from axolotl.utils.logging import get_logger
 from peft import PeftConfig, PeftModel
 from peft.utils import ModulesToSaveWrapper
@@ -100,9 +103,22 @@ def _differences(saved: SupraConfig, asked: SupraConfig, other: str, fields: tup
     )
 
 
-def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, processes: int = 1) -> None:
+def check_resume(
+    cfg: Any, checkpoint: str, asked: SupraConfig, processes: int = 1, zero: Mapping[str, Any] | None = None
+) -> None:
     """Refuse a checkpoint that is incomplete, whose run was another one than the YAML describes, or whose optimizer
-    state this run of so many processes cannot load."""
+    state this run cannot load.
+
+    Args:
+        cfg: the YAML.
+        checkpoint: the folder that is resumed.
+        asked: the adapter that the YAML describes.
+        processes: how many train.
+        zero: the `zero_optimization` of DeepSpeed's config, if that trains.
+
+    Raises:
+        ValueError: names the file or the key, and the remedy.
+    """
     folder = Path(checkpoint)
     missing = [name for name in CHECKPOINT_FILES if not (folder / name).is_file()]
     if not missing:
@@ -115,7 +131,8 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, processes: int =
             f"resume_from_checkpoint: {checkpoint} is incomplete, it has no {missing[0]}; the run probably stopped "
             "while writing it. Delete it to resume from the one before."
         )
-    _check_optimizer(cfg, folder, processes)
+    _check_optimizer(zero, folder, processes)
+    _check_sparse_lr(cfg, folder)
     saved = _read_config(checkpoint, "resume_from_checkpoint", cfg.adapter)
     differs = _differences(saved, asked, "the YAML says", (*RUN_FIELDS, "base_quantization"))
     if not differs and cfg.lora_model_dir:
@@ -128,24 +145,79 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, processes: int =
         )
 
 
-def _check_optimizer(cfg: Any, folder: Path, processes: int) -> None:
-    """The Trainer itself goes on without the optimizer's state where it finds none."""
-    parts = len(list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt")))
-    if cfg.deepspeed and not parts:
+def _check_optimizer(zero: Mapping[str, Any] | None, folder: Path, processes: int) -> None:
+    """The Trainer itself goes on without the optimizer's state where it finds none, and DeepSpeed says little of what
+    it cannot load."""
+    ranks = {int(path.name.split("_")[3]): path for path in folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt")}
+    if zero and not ranks:
         raise ValueError(
             f"resume_from_checkpoint: {folder} has no optimizer state of DeepSpeed, so it was written without it. "
             "Remove deepspeed to resume it."
         )
-    if parts and not cfg.deepspeed:
+    anew = f"start anew from its adapter: lora_model_dir: {folder}"
+    if ranks and not zero:
         raise ValueError(
             f"resume_from_checkpoint: the optimizer state in {folder} is DeepSpeed's. Set deepspeed as in that run "
-            f"and start {parts} processes to resume it, or start anew from its adapter: lora_model_dir: {folder}."
+            f"and start {len(ranks)} processes to resume it, or {anew}."
         )
-    if parts and parts != processes:
+    if ranks and zero:
+        _check_deepspeed_parts(zero, folder, ranks, processes, anew)
+
+
+def _check_sparse_lr(cfg: Any, folder: Path) -> None:
+    """The optimizer's groups of parameters; what loads them knows their number, and not why."""
+    card = folder / "README.md"
+    line = re.search(r"^- \*\*Training:\*\* .*$", card.read_text(encoding="utf-8"), re.M) if card.is_file() else None
+    if line is None:
+        return
+    had = re.search(r", (\S+) of the single weights", line.group())
+    if bool(had) != (cfg.sparse_lr is not None):
+        raise ValueError(
+            f"sparse_lr: {cfg.sparse_lr}, but the checkpoint {folder} was trained with "
+            f"{had.group(1) if had else 'none'}: its optimizer state is of other groups of parameters. Set it back to "
+            f"resume, or start anew from its adapter: lora_model_dir: {folder}."
+        )
+
+
+def _check_deepspeed_parts(
+    zero: Mapping[str, Any], folder: Path, ranks: dict[int, Path], processes: int, anew: str
+) -> None:
+    # How many parts there were a lost one does not say; but every process leaves its generators' state, too.
+    parts = max(len(list(folder.glob("rng_state*.pth"))), max(ranks) + 1)
+    if parts != processes:
         raise ValueError(
             f"resume_from_checkpoint: the optimizer state in {folder} is in {parts} parts, one a process, and "
             f"DeepSpeed loads it in as many only; these are {processes}. Start {parts}."
         )
+    step = next(iter(ranks.values())).parent
+    wanted = [folder / "latest", *(step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(parts))]
+    # ZeRO-1 and ZeRO-2 write, and read, one file for all processes.
+    shared = step / "mp_rank_00_model_states.pt"
+    of_ranks = [step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(parts)]
+    by_zero3 = any(path.is_file() for path in of_ranks)
+    wanted += of_ranks if by_zero3 else [shared]
+    missing = [path for path in wanted if not path.is_file()]
+    if missing:
+        raise ValueError(
+            f"resume_from_checkpoint: {folder} is incomplete, it has no {missing[0].relative_to(folder)}, a part of "
+            f"DeepSpeed's state. Delete it to resume from the one before, or {anew}."
+        )
+    if by_zero3 != (zero["stage"] == 3):
+        raise ValueError(
+            f"resume_from_checkpoint: {folder} was written under {'ZeRO-3' if by_zero3 else 'ZeRO-1 or ZeRO-2'}, and "
+            f"deepspeed says zero_optimization.stage: {zero['stage']}, which reads another layout. Set it to "
+            f"{'3' if by_zero3 else '1 or 2'} to resume, or {anew}."
+        )
+    if by_zero3:
+        # Mapped: of a file that holds tensors of any size the few bytes of its config are read.
+        written = torch.load(wanted[1], map_location="cpu", weights_only=False, mmap=True)["ds_config"]
+        key, none = "sub_group_size", 10**9
+        was, asked = (each.get(key, none) for each in (written["zero_optimization"], zero))
+        if "auto" not in (was, asked) and int(float(was)) != int(float(asked)):
+            raise ValueError(
+                f"resume_from_checkpoint: the optimizer state in {folder} is in groups of zero_optimization.{key}: "
+                f"{was}, and deepspeed says {asked}. Set it back to resume, or {anew}."
+            )
 
 
 def load_trained(model: Any, cfg: Any, folder: str, asked: SupraConfig, trainable: bool) -> Any:

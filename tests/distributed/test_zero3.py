@@ -241,3 +241,88 @@ def test_supports_and_norms_are_those_of_the_whole_model(run):
         for one, other in zip(outputs, their_outputs, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
         assert freed
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
+MODELS = {
+    "llama": {},
+    "llama-yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500000.0}},
+    "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "rms_norm_eps": 1e-6},
+    "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    | {"qk_nope_head_dim": 8, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+}
+
+
+def tensors_of(model):
+    """Of every parameter and buffer the dtype in which it is kept, and the value."""
+    from axolotl_supertune import sharded
+
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: (sharded.dtype_of(each), sharded.whole(each).detach().clone()) for name, each in named}
+
+
+def loads(rank, folder, dtype):
+    """Every model of MODELS as transformers loads it under ZeRO-3, put right."""
+    start(rank)
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from axolotl_supertune import sharded_base
+
+    config = {**ZERO3, "train_batch_size": 2 * WORLD, "bf16": {"enabled": dtype is torch.bfloat16}}
+    alive = HfDeepSpeedConfig(config)  # transformers holds no more than a weak reference
+    found = {}
+    for name in MODELS:
+        model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)
+        assert sharded_base.by_zero3(model)
+        state = torch.random.get_rng_state()
+        sharded_base.put_right(model, dtype)
+        assert torch.random.get_rng_state().equal(state)
+        found[name] = tensors_of(model)
+    refused = []
+    for kind in ("more", "fewer", "kept in fp32") if dtype is torch.bfloat16 else ():
+        model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.bfloat16)
+        if kind == "more":
+            model.model.norm.register_buffer("scale", torch.ones(1))
+        elif kind == "fewer":
+            del model.model.rotary_emb.original_inv_freq
+        else:
+            type(model)._keep_in_fp32_modules_strict = {"layers.*.input_layernorm"}
+        try:
+            sharded_base.put_right(model, torch.bfloat16)
+        except ValueError as error:
+            refused.append(str(error))
+    del alive
+    return found, refused
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_base_that_is_loaded_under_zero_init_is_the_one_of_a_plain_load(run, tmp_path, dtype):
+    """zero.Init rounds what is computed while a model is built, RoPE's frequencies for one, to the weights' dtype."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plain = {}
+    for name, more in MODELS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name.partition("-")[0], **{**SIZES, **more}))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.tensor([5.0, 5.01, 5.02, 5.03]))
+        model.save_pretrained(tmp_path / name)
+        plain[name] = tensors_of(AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype))
+        assert any(each is torch.float32 for each, _ in plain[name].values()), "buffers at least"
+    for found, refused in run(loads, dtype):
+        for name, tensors in plain.items():
+            assert found[name].keys() == tensors.keys()
+            for tensor, (kept, value) in tensors.items():
+                assert found[name][tensor][0] is kept, (name, tensor)
+                assert torch.equal(found[name][tensor][1], value), (name, tensor)
+        if dtype is torch.float32:
+            continue
+        assert len(refused) == 3
+        assert refused[0].startswith("model.norm.scale: a plain load of the base model has no such tensor. Use ZeRO-1")
+        assert refused[1].startswith("model.rotary_emb.original_inv_freq: ZeRO-3 loads the base model without this")
+        assert refused[2].startswith("model.layers.0.input_layernorm.weight: ZeRO-3 loads it as torch.bfloat16 of")
+        assert "a plain load as torch.float32" in refused[2]

@@ -147,10 +147,13 @@ def zero3(**more):
         (zero3(stage3_module_granularity_threshold=9), {}, r"granularity_threshold: 9 .*before they are there"),
         (zero3(leaf_module={"classes": ["LlamaMLP"]}), {}, r"leaf_module: .*before they are there"),
         (zero3(stage3_use_all_reduce_for_fetch_params=True), {}, r"fetch_params: True .*of one dtype"),
+        (zero3(module_granularity_threshold=9), {}, r"\.module_granularity_threshold: 9 .*before they are there"),
+        (zero3(use_all_reduce_for_fetch_params=True), {}, r"\.use_all_reduce_for_fetch_params: True .*of one dtype"),
+        ({**ZERO2, "bfloat16": {"enabled": True}}, {}, r"deepspeed: bfloat16\.enabled: True .*cast U, L and R"),
         (
             zero3(),
             {"mask_score": "gradient", "sparse_direction": "top"},
-            r"deepspeed: .*mask_score: gradient: it was not tried",
+            r"^deepspeed does not work with mask_score: gradient: it was not tried",
         ),
         ({**ZERO2, "communication_data_type": "bf16"}, {}, r"communication_data_type: bf16 rounds the gradients"),
         ({**ZERO2, "data_types": {"grad_accum_dtype": "bf16"}}, {}, r"data_types\.grad_accum_dtype: bf16 rounds"),
@@ -166,6 +169,29 @@ def test_what_deepspeed_would_round_or_take_over_is_refused(config, changes, mes
         prepare(
             {"adapter": "supra", "mask_score": "magnitude", "deepspeed": config, **changes}, {"deepspeed", *changes}
         )
+
+
+def test_every_name_that_deepspeed_knows_a_refused_key_by_is_refused():
+    """Its config classes take a field by its alias and by its own name, and old fields set new ones."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (the extra `deepspeed`)")
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    def is_refused(name):
+        cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": zero3(**{name: 7})}
+        try:
+            prepare(cfg, {"deepspeed"})
+        except ValueError as error:
+            return f"deepspeed: zero_optimization.{name}: 7 does not work with" in str(error)
+        return False
+
+    refused = 0
+    for name, field in DeepSpeedZeroConfig.model_fields.items():
+        more = field.json_schema_extra or {}
+        sets = more.get("new_param") if more.get("deprecated") and more.get("set_new_param", True) else None
+        names = {each for each in (name, field.alias, sets) if each and each != "stage"}
+        assert len({is_refused(each) for each in names}) <= 1, names
+        refused += bool(names) and is_refused(name)
+    assert refused >= 11
 
 
 @pytest.mark.parametrize(

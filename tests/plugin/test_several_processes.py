@@ -282,20 +282,58 @@ def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
     (checkpoint / "trainer_state.json").write_text("{}")
     asked = PeftConfig.from_pretrained(str(checkpoint))
 
-    def resume(processes, **keys):
-        check_resume(DictDefault({"adapter": "supra", **keys}), str(checkpoint), asked, processes)
+    def resume(processes, stage=None, **more):
+        zero = {"stage": stage, **more} if stage else None
+        check_resume(DictDefault({"adapter": "supra"}), str(checkpoint), asked, processes, zero)
 
     resume(2)
     with pytest.raises(ValueError, match=r"checkpoint-4 has no optimizer state of DeepSpeed.* Remove deepspeed"):
-        resume(2, deepspeed=zero(2))
-    (checkpoint / "global_step4").mkdir()
+        resume(2, stage=2)
+    parts = checkpoint / "global_step4"
+    parts.mkdir()
     for rank in range(2):
-        (checkpoint / f"global_step4/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    resume(2, deepspeed=zero(2))
+        state = {"ds_config": {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}}}
+        torch.save(state, parts / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        (checkpoint / f"rng_state_{rank}.pth").touch()
+    (parts / "mp_rank_00_model_states.pt").touch()
+    (checkpoint / "latest").write_text("global_step4")
+    resume(2, stage=1)
+    resume(2, stage=2)
     with pytest.raises(ValueError, match=r"in 2 parts, one a process, .*these are 4\. Start 2"):
-        resume(4, deepspeed=zero(2))
+        resume(4, stage=2)
     with pytest.raises(ValueError, match=r"the optimizer state in .*checkpoint-4 is DeepSpeed's\. Set deepspeed"):
         resume(2)
+    with pytest.raises(ValueError, match=r"under ZeRO-1 or ZeRO-2, and .*stage: 3, .* to 1 or 2 .*: lora_model_dir: /"):
+        resume(2, stage=3)
+    (parts / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(ValueError, match=r"has no global_step4/mp_rank_00_model_states\.pt, .* Delete it"):
+        resume(2, stage=2)
+    for rank in range(2):
+        (parts / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
+    resume(2, stage=3)
+    resume(2, stage=3, sub_group_size=1000000000)
+    with pytest.raises(ValueError, match=r"sub_group_size: 1000000000.0, and deepspeed says 100\. Set it back"):
+        resume(2, stage=3, sub_group_size=100)
+    for stage in (1, 2):
+        with pytest.raises(ValueError, match=rf"was written under ZeRO-3, and .*stage: {stage}, .* Set it to 3 to"):
+            resume(2, stage=stage)
+    for lost in (parts / "zero_pp_rank_1_mp_rank_00_model_states.pt", checkpoint / "latest", *sorted(parts.iterdir())):
+        kept = lost.read_bytes()
+        lost.unlink()
+        with pytest.raises(ValueError, match=rf"incomplete, it has no {lost.relative_to(checkpoint)}, .* Delete it to"):
+            resume(2, stage=3)
+        lost.write_bytes(kept)
+    resume(2, stage=3)
+
+
+@pytest.mark.parametrize(("had", "has"), [(None, 1e-4), (1e-4, None)])
+def test_a_checkpoint_of_other_groups_of_parameters_is_refused(settings, train, had, has):
+    """torch knows how many groups there are, and not which key makes one."""
+    train(settings(max_steps=2, save_steps=2, eval_steps=None, mask_score="magnitude", sparse_lr=had))
+    resumed = settings(max_steps=4, save_steps=2, eval_steps=None, mask_score="magnitude", sparse_lr=has)
+    told = rf"sparse_lr: {has}, but the checkpoint .* was trained with {had or 'none'}: .* Set it back"
+    with pytest.raises(ValueError, match=told):
+        train({**resumed, "auto_resume_from_checkpoints": True})
 
 
 SHOWS_DTYPES = """
@@ -336,6 +374,22 @@ def test_zero_computes_in_bf16_and_keeps_the_adapter_in_fp32(even_settings, laun
     assert losses[-1] < losses[0]
 
 
+def test_zero_3_in_bf16_calibrates_and_trains_as_one_process(even_settings, train, launch_deepspeed, monkeypatch):
+    """zero.Init has rounded RoPE's frequencies to bf16: another base, at all but the first positions."""
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    asked = {"bf16": True, "calibration_sequence_len": 64, "learning_rate": 1e-3}
+    one, two = even_settings(1, "one", **asked), even_settings(2, "two", deepspeed=zero(3), **asked)
+    train(one)
+    status, output = launch_deepspeed(two)
+    assert status == 0, output
+    norms = [ActivationNorms.load(Path(each["output_dir"]) / "activation_norms.safetensors") for each in (one, two)]
+    for layer, norm in norms[0].norms.items():
+        torch.testing.assert_close(norms[1][layer], norm, rtol=1e-6, atol=0)
+    here, there = losses_in(one), losses_in(two)
+    torch.testing.assert_close(there[0], here[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(there, here, rtol=2e-3, atol=0)  # as ZeRO-2's are
+
+
 CASTS = """
 import axolotl_supertune.plugin as plugin
 plugin._keep_fp32 = lambda trainer: None
@@ -362,6 +416,28 @@ def test_one_process_that_fails_ends_all_with_its_error(settings, launch):
     assert "MemoryError: no memory on this card" in output
     assert "process 1 of 2 failed while loading the adapter: MemoryError: no memory on this card" in output
     assert not (Path(mapping["output_dir"]) / "activation_norms.safetensors").exists()
+
+
+DAMAGED = """
+from axolotl_supertune import ActivationNorms
+def damaged(path):
+    raise ValueError(f"{path} is not a readable safetensors file (damaged)")
+if os.environ["RANK"] == "1": ActivationNorms.load = damaged
+"""
+
+
+@pytest.mark.parametrize("engine", ["DDP", "ZeRO-3"])
+def test_norms_that_one_process_cannot_read_end_all_with_its_error(even_settings, launch, launch_deepspeed, engine):
+    """Before the base is loaded, which the processes of ZeRO-3 do together."""
+    no_text = {f"calibration_{key}": None for key in ("dataset", "samples", "sequence_len", "batch_size")}
+    mapping = even_settings(2, "two", calibration_path="norms.safetensors", **no_text)
+    if engine == "ZeRO-3":
+        status, output = launch_deepspeed({**mapping, "deepspeed": zero(3)}, DAMAGED)
+    else:
+        status, output = launch(mapping, DAMAGED)
+    assert status != 0
+    told = "norms.safetensors is not a readable safetensors file (damaged)"
+    assert f"process 1 of 2 failed while reading calibration_path: ValueError: {told}" in output
 
 
 class Alike(Processes):
