@@ -1,5 +1,6 @@
 """SupraModel: chooses each target layer's budget and support, and puts SupraLinear in its place."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator
@@ -20,9 +21,12 @@ from .checkpoint import is_packed, unpack_whole
 from .choice import budgets_of, supports_of
 from .combine import COMBINATION_TYPES, Combined, combine
 from .config import SupraConfig
-from .layer import SupraLayer, SupraLinear
+from .layer import SupraLayer, SupraLinear, mixed_batch
 from .quantized import QuantizedSupraLinear
 from .shared import share_work, unshare_work
+
+# Whose attributes no adapter may have the name of.
+_NAMED = nn.ParameterDict()
 
 
 class SupraModel(BaseTuner):
@@ -82,6 +86,12 @@ class SupraModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Put the adapter in, as PEFT does, and let layers of one input compute together."""
+        name = args[0] if args else kwargs["adapter_name"]
+        if not name or "." in name or hasattr(_NAMED, name):
+            raise ValueError(
+                f"adapter name {name!r}: it becomes an attribute of torch's containers, so it has no dot and is none "
+                "that these have (values, keys, items, training, …): choose another."
+            )
         # As PEFT 0.21 does: with 0.20 an adapter that is loaded for inference would freeze those that are there.
         adapted = any(isinstance(module, SupraLayer) for module in model.modules())
         trained = [(each, each.requires_grad) for each in model.parameters()] if adapted else []
@@ -89,6 +99,13 @@ class SupraModel(BaseTuner):
         for parameter, is_trained in trained:
             parameter.requires_grad_(is_trained)
         share_work(model)
+
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        """Where PEFT passes what `forward` and `generate` are given on to a tuner, and drops it afterwards."""
+        names = kwargs.get("adapter_names")
+        if names is not None:
+            raise ValueError(mixed_batch(names))
+        return contextlib.nullcontext()
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge in place, as PEFT does, after a look at all layers: no error leaves a half-merged model."""

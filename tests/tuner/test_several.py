@@ -273,6 +273,16 @@ def test_hotswap_computes_what_the_file_does_in_the_parameters_that_were_there(h
     assert torch.equal(logits(hot.eval(), ids), expected)
 
 
+def test_hotswap_takes_no_name_that_an_adapter_has(saved, tiny_llama, ids):
+    names = {"math": config(supra_lambda=0.5), "incoming_math": config(supra_lambda=0), "incoming_math_": config()}
+    model = with_adapters(tiny_llama(), **names)
+    others = {name: tensor for name, tensor in bits(model).items() if "incoming" in name}
+    hotswap_adapter(model, saved, "math")
+    assert list(model.peft_config) == list(names)
+    assert_same({name: tensor for name, tensor in bits(model).items() if "incoming" in name}, others)
+    assert torch.equal(logits(model, ids), logits(PeftModel.from_pretrained(tiny_llama(), saved), ids))
+
+
 def test_hotswap_leaves_a_frozen_adapter_frozen(saved, tiny_llama, ids):
     model = PeftModel.from_pretrained(tiny_llama(), saved)
     hotswap_adapter(model, saved, "default")
@@ -308,6 +318,155 @@ def test_hotswap_of_another_method_or_name_or_a_merged_adapter_is_refused(hot, s
     hot.merge_adapter()
     with pytest.raises(ValueError, match="adapter 'default' is merged"):
         hotswap_adapter(hot, saved, "default")
+
+
+# Loads that are refused
+
+
+def shape(model):
+    """Everything of a model but its values: modules, adapters, modes, what is active and what is trained."""
+    state = {name: repr(type(module)) for name, module in model.named_modules()}
+    state |= {f"{name} mode": module.training for name, module in model.named_modules()}
+    state |= {f"{name} trained": parameter.requires_grad for name, parameter in model.named_parameters()}
+    state |= {f"{name} active": layer.active_adapters for name, layer in layers(model).items()}
+    state |= {f"{name} of": set(layer.supra_budget) for name, layer in layers(model).items()}
+    return state | {"adapters": list(getattr(model, "peft_config", ())), "forward": forwards(model)}
+
+
+def forwards(model):
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def flip(folder):
+    path = folder / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(params=["damaged", "cut off", "other base", "other budget", "damaged, more layers", "no file"])
+def unloadable(request, tiny_llama, tmp_path):
+    """Folder of an adapter that no model of `tiny_llama` may load."""
+    base = tiny_llama(num_hidden_layers=3) if request.param == "other base" else tiny_llama()
+    knobs = {"modules_to_save": ["lm_head"]} if request.param == "damaged, more layers" else {}
+    targets = ["up_proj"] if request.param == "other base" else ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    # λ = 1: without a sparse part a shell looks like an adapter that was trained.
+    with_adapters(base, default=config(supra_lambda=1, target_modules=targets, **knobs)).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    if request.param.startswith("damaged"):
+        flip(tmp_path)
+    elif request.param == "cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif request.param == "other budget":
+        of = tmp_path / "adapter_config.json"
+        of.write_text(of.read_text().replace('"r0": 8', '"r0": 6'))
+    elif request.param == "no file":
+        path.unlink()
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_a_refused_load_leaves_the_model_as_it_was(tiny_llama, unloadable, ids, tmp_path, is_trainable):
+    model = with_adapters(tiny_llama(), one=config(target_modules=["q_proj", "k_proj", "v_proj"]), two=config(r0=2))
+    model.base_model.set_adapter(["one", "two"])
+    model.train()
+    next(parameter for name, parameter in model.named_parameters() if name.endswith(".two")).requires_grad_(False)
+    before, tensors, expected = shape(model), bits(model), logits(model.eval(), ids)
+    model.train()
+    with pytest.raises((ValueError, OSError)):
+        model.load_adapter(unloadable, "third", is_trainable=is_trainable)
+    assert shape(model) == before
+    assert_same(bits(model), tensors)
+    assert torch.equal(logits(model.eval(), ids), expected)
+    model.save_pretrained(tmp_path / "again")
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {"one", "two", "README.md"}
+    model.add_adapter("third", config())  # the name is free
+
+
+def test_a_refused_load_leaves_the_base_as_it_was(tiny_llama, unloadable, ids):
+    base = tiny_llama()
+    before, tensors, expected = shape(base), bits(base), logits(base, ids)
+    with pytest.raises((ValueError, OSError)):
+        PeftModel.from_pretrained(base, unloadable)
+    assert shape(base) == before
+    assert_same(bits(base), tensors)
+    assert not hasattr(base, "peft_config")
+    assert torch.equal(logits(base, ids), expected)
+    get_peft_model(base, config())
+
+
+def test_a_refused_load_of_other_sizes_copies_nothing_into_a_live_adapter(hot, tiny_llama, tmp_path):
+    with_adapters(tiny_llama(), default=config(supra_lambda=0.5, r0=4)).save_pretrained(tmp_path)
+    before = bits(hot)
+    with pytest.raises(ValueError, match=r"supra_\w+ has shape .* in the checkpoint and .* in adapter 'default'"):
+        hot.load_adapter(tmp_path, "default")
+    assert_same(bits(hot), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(lora_alpha=3), r"has lora_alpha 3 \(here 16\)"),
+        (dict(lora_dropout=0.5), r"has lora_dropout 0\.5 \(here 0\)"),
+        (dict(modules_to_save=["lm_head"]), r"has modules_to_save \['lm_head'\] \(here \[\]\)"),
+        (dict(target_modules=["q_proj"]), r"has no model\.layers\.0\.mlp\.down_proj among its layers"),
+    ],
+)
+def test_a_file_that_computes_otherwise_does_not_take_the_place_of_an_adapter(
+    hot, tiny_llama, tmp_path, change, message
+):
+    with_adapters(tiny_llama(), default=config(supra_lambda=0.5, **change)).save_pretrained(tmp_path)
+    before = shape(hot), bits(hot)
+    with pytest.raises(ValueError, match=message + ".*another name, call delete_adapter first, or hotswap_adapter"):
+        hot.load_adapter(tmp_path, "default")
+    assert shape(hot) == before[0]
+    assert_same(bits(hot), before[1])
+
+
+def test_an_equal_adapter_and_one_without_a_low_rank_part_take_the_place_of_another(hot, tiny_llama, tmp_path, ids):
+    equal = with_adapters(tiny_llama(), default=config(supra_lambda=0.5, sparse_direction="top"))
+    equal.save_pretrained(tmp_path / "equal")
+    hot.load_adapter(tmp_path / "equal", "default")
+    assert torch.equal(logits(hot, ids), logits(equal, ids))
+    sparse = with_adapters(tiny_llama(), default=config(supra_lambda=0, lora_alpha=3))
+    sparse.save_pretrained(tmp_path / "sparse")
+    hot.load_adapter(tmp_path / "sparse", "other")
+    hot.set_adapter("other")
+    assert torch.equal(logits(hot, ids), logits(sparse, ids))
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", ["a.b", "values", "items", "training", ""])
+def test_a_name_that_torch_cannot_hold_is_refused_and_adds_nothing(hot, tiny_llama, name):
+    before = shape(hot), bits(hot)
+    with pytest.raises(ValueError, match=f"adapter name '{name}'.*choose another"):
+        hot.add_adapter(name, config())
+    with pytest.raises(ValueError, match="choose another"):
+        hot.add_weighted_adapter(["default", "other"], [1, 1], name)
+    assert shape(hot) == before[0]
+    assert_same(bits(hot), before[1])
+    base = tiny_llama()
+    with pytest.raises(ValueError, match="choose another"):
+        get_peft_model(base, config(), adapter_name=name)
+    assert not layers(base)
+
+
+# A batch of several adapters
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_adapters_mixed_in_a_batch_are_refused(hot, ids, mode):
+    getattr(hot, mode)()
+    names = ["default", "other", "no such adapter"]
+    with pytest.raises(ValueError, match=r"adapter_names=\['default', 'other', .*: switch with set_adapter"):
+        hot(ids, adapter_names=names)
+    with pytest.raises(ValueError, match="SUPRA cannot mix adapters within a batch"):
+        hot.generate(input_ids=ids, adapter_names=names, max_new_tokens=1)
+    expected = logits(hot, ids)
+    with torch.no_grad():
+        assert torch.equal(hot(ids, adapter_names=None).logits, expected)
 
 
 # Switching off, deleting
