@@ -9,8 +9,8 @@ import inspect
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..codec import NAMES, pack_layer, unpack_layer
-from ..files import whole_file
+from ..files import put, staged
 from .config import SupraConfig
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+# While a model is saved: the names of the adapters that are, or None where all of them are.
+ADAPTERS_TO_SAVE: ContextVar[Sequence[str] | None] = ContextVar("ADAPTERS_TO_SAVE", default=None)
 
 
 def pack(state_dict: Mapping[str, Any], values_dtypes: Mapping[str, str]) -> dict[str, Any]:
@@ -136,15 +138,19 @@ def _saving_whole(original: Callable[..., None]) -> Callable[..., None]:
         packed = pack(self.state_dict() if state_dict is None else state_dict, values_dtypes)
         target = Path(save_directory)
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving.", dir=target) as name:
-            staged = Path(name)
+        with staged(target) as folder:
             if (target / "README.md").is_file():
-                shutil.copy(target / "README.md", staged)
-            original(self, os.fspath(staged), *args, state_dict=packed, **kwargs)
-            files = [path for path in staged.rglob("*") if path.is_file()]
+                shutil.copy(target / "README.md", folder)
+            token = ADAPTERS_TO_SAVE.set(given.get("selected_adapters"))
+            try:
+                original(self, os.fspath(folder), *args, state_dict=packed, **kwargs)
+            finally:
+                ADAPTERS_TO_SAVE.reset(token)
+            files = [path for path in folder.rglob("*") if path.is_file()]
             for path in sorted(files, key=lambda path: (path.name == CONFIG, path)):
-                with whole_file(target / path.relative_to(staged)) as temporary:
-                    path.replace(temporary)
+                place = target / path.relative_to(folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                put(path, place)
         return None
 
     save_pretrained.saves_supra_whole = True  # type: ignore[attr-defined]
