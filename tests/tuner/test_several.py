@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -10,6 +11,7 @@ from peft.tuners.lora import LoraModel
 from axolotl_supertune import SupraConfig, SupraModel, hotswap_adapter
 from axolotl_supertune.tuner import SupraLayer
 from axolotl_supertune.tuner.combine import combine
+from axolotl_supertune.tuner.config import exact_targets
 
 KNOBS = {"mask_score": "magnitude", "task_type": "CAUSAL_LM", "init_weights": False, "lora_dropout": 0}
 
@@ -191,6 +193,65 @@ def test_a_combined_adapter_loads_on_its_own_layers_alone(pair, tiny_llama, tmp_
         get_peft_model(tiny_llama(), changed)
 
 
+def test_a_sum_is_saved_exactly_whatever_its_first_part_is_saved_in(tiny_llama, ids, tmp_path):
+    model = with_adapters(tiny_llama(), first=config(values_dtype="bf16"), second=config())
+    model.add_weighted_adapter(["first", "second"], [0.7, 0.3], "sum")
+    model.set_adapter("sum")
+    model.save_pretrained(tmp_path, selected_adapters=["sum"])
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_llama(), tmp_path / "sum"), ids), logits(model, ids))
+    parts = SupraConfig.from_pretrained(tmp_path / "sum").parts()
+    assert list(parts) == ["first", "second"]
+    assert parts["first"].mask_score == "magnitude"
+
+
+@pytest.mark.parametrize(
+    "weights", [numpy.array([0.5, -2], "float32"), [numpy.float64(0.5), -2], torch.tensor([0.5, -2])]
+)
+def test_weights_are_numbers_of_any_library(tiny_llama, weights, tmp_path):
+    model = with_adapters(tiny_llama(), first=config(), second=config(sparse_direction="top"))
+    model.add_weighted_adapter(["first", "second"], weights, "sum")
+    model.add_weighted_adapter(["first", "second"], [0.5, -2], "plain")
+    found, expected = delta(model, "sum"), delta(model, "plain")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    model.save_pretrained(tmp_path, selected_adapters=["sum"])
+    saved = SupraConfig.from_pretrained(tmp_path / "sum").combination["weights"]
+    assert saved == {"first": 0.5, "second": -2}
+
+
+class Nested(torch.nn.Module):
+    """`lin` is the end of another layer's name."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = torch.nn.Linear(32, 32)
+        self.block = torch.nn.Module()
+        self.block.lin = torch.nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.block.lin(self.lin(x))
+
+
+def test_a_sum_adapts_the_layers_of_its_parts_and_none_of_a_longer_name(tmp_path):
+    of_one = dict(target_modules="^lin$", task_type=None)
+    model = with_adapters(Nested(), first=config(**of_one), second=config(**of_one, sparse_direction="top"))
+    model.add_weighted_adapter(["first", "second"], [0.5, 0.5], "sum")
+    model.set_adapter("sum")
+    model.save_pretrained(tmp_path, selected_adapters=["sum"])
+    loaded = PeftModel.from_pretrained(Nested(), tmp_path / "sum").eval()
+    assert list(layers(loaded)) == ["lin"]
+    x = torch.arange(64).view(2, 32) / 64
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_targets_are_exact():
+    assert exact_targets(["a.b", "c"], ["", "a", "a.b", "c", "d.cc"]) == ["a.b", "c"]
+    assert exact_targets(["a.b", "c"], ["a", "a.b", "c", "d.c"]) == r"a\.b|c"
+    assert exact_targets(["a.b"], ["a.b", "x.y.a.b"]) == r"a\.b"
+    assert exact_targets(["a.b"], None) == r"a\.b"
+    assert exact_targets(["c", "d.c"], ["c", "d", "d.c"]) == ["c", "d.c"]
+
+
 def test_no_combination_is_no_key_of_the_saved_config(tmp_path):
     config().save_pretrained(tmp_path)
     assert "combination" not in (tmp_path / "adapter_config.json").read_text()
@@ -214,6 +275,8 @@ def test_arguments_are_named_as_loras():
         (dict(adapters=[], weights=[]), "give different adapters"),
         (dict(weights=[1]), "a weight for each"),
         (dict(weights=[1, float("nan")]), "not all finite"),
+        (dict(weights=[1, "1"]), "not all finite"),
+        (dict(weights=[1, torch.ones(2)]), "not all finite"),
         (dict(adapter_name="second"), "an adapter 'second' exists already"),
         (dict(combination_type="linear"), r"q_proj: combination_type='linear' .* these have \[8, 4\]; use 'cat'"),
     ],
