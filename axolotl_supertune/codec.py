@@ -23,6 +23,8 @@ from .support import index_dtype
 FORMAT = 1
 VALUES_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRAINED = ("values", "L", "R")
+# Every name that a tensor of a layer has in any version.
+NAMES = (*TRAINED, "indices", "shape", "codes", "checksum")
 
 _FURTHER = 2**16 - 1
 

@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from .files import staged, umask
 
 if TYPE_CHECKING:
     from .tuner import SupraConfig
@@ -61,16 +61,15 @@ def export_adapter(adapter: Path, target: str, output: Path, *, base: str | None
         base, dtype: the base model, where one is needed.
 
     Raises:
-        CannotExport: the form cannot hold the adapter.
+        CannotExport: the form cannot hold the adapter, or the adapter does not fit the base.
         ValueError: no Supra adapter is there, or its file is damaged.
-        FileExistsError: `output` is not empty.
+        FileExistsError: `output` is not empty, or cannot become the product's name.
     """
     from .tuner import read_adapter
     from .tuner.card import method_name, write_product_card
 
     config = read_config(adapter)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"--output {output} exists already; name a new folder, or delete it.")
+    _check_output(output)
     tensors = read_adapter(adapter)
     trained_on = base or config.base_model_name_or_path
     card = functools.partial(write_product_card, adapter=adapter, config=config, tensors=tensors, trained_on=trained_on)
@@ -101,7 +100,7 @@ def export_adapter(adapter: Path, target: str, output: Path, *, base: str | None
     model = _load(adapter, config, base, dtype)
     lora = None
     if target == "lora+base":
-        lora = as_lora(config, tensors)
+        lora = as_lora(config, tensors, [name for name, _ in model.get_base_model().named_modules()])
         for module in _adapted_layers(model):
             module.forget()
             module.supra_L.clear()
@@ -136,6 +135,16 @@ def export_adapter(adapter: Path, target: str, output: Path, *, base: str | None
             )
 
 
+def _check_output(output: Path) -> None:
+    """Before all work: `output` is to be renamed to, which neither a link nor the current folder can be."""
+    if output.is_symlink():
+        raise FileExistsError(f"--output {output} is a link, to {os.readlink(output)}; name a new folder.")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"--output {output} exists already; name a new folder, or delete it.")
+    if output.exists() and (output.samefile(Path.cwd()) or output.is_mount()):
+        raise FileExistsError(f"--output {output} is the current folder, or a mount; name a new folder in it.")
+
+
 def read_config(folder: Path) -> "SupraConfig":
     """The config of a saved Supra adapter.
 
@@ -149,7 +158,12 @@ def read_config(folder: Path) -> "SupraConfig":
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}, so it is no trained adapter.")
-    config = PeftConfig.from_pretrained(os.fspath(folder))
+    try:
+        config = PeftConfig.from_pretrained(os.fspath(folder))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder}/adapter_config.json is damaged ({error!r}): copy or save the adapter anew."
+        ) from error
     if not isinstance(config, SupraConfig):
         raise ValueError(f"{folder} holds a {config.peft_type} adapter, not one of Super or Supra.")
     return config
@@ -167,6 +181,8 @@ def as_shira(config: "SupraConfig", tensors: dict[str, Any]) -> tuple[Any, dict[
     import torch
     from peft import ShiraConfig
 
+    from .tuner.config import exact_targets
+
     if config.base_quantization:
         raise CannotExport(
             "the adapter was trained on a quantized base; on an unquantized one it would be another model: use --to "
@@ -177,8 +193,9 @@ def as_shira(config: "SupraConfig", tensors: dict[str, Any]) -> tuple[Any, dict[
     for layer in adapted(tensors):
         name = layer.removeprefix("base_model.model.")
         if f"{layer}.supra_L" in tensors:
+            share = "the adapter is a sum of others" if config.combination else f"λ = {config.supra_lambda}"
             raise CannotExport(
-                f"{name} has a low-rank part (λ = {config.supra_lambda}), and SHiRA has sparse entries alone: use "
+                f"{name} has a low-rank part ({share}), and SHiRA has sparse entries alone: use "
                 "--to lora+base or --to merged."
             )
         rows, width = tensors[f"{layer}.supra_shape"].tolist()
@@ -195,7 +212,7 @@ def as_shira(config: "SupraConfig", tensors: dict[str, Any]) -> tuple[Any, dict[
     return (
         ShiraConfig(
             r=int(next(iter(ranks.values()))),
-            target_modules=list(ranks),
+            target_modules=exact_targets(ranks, None),
             modules_to_save=config.modules_to_save,
             base_model_name_or_path=config.base_model_name_or_path,
             revision=config.revision,
@@ -206,9 +223,16 @@ def as_shira(config: "SupraConfig", tensors: dict[str, Any]) -> tuple[Any, dict[
     )
 
 
-def as_lora(config: "SupraConfig", tensors: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The config and tensors of a LoRA that is the low-rank part; layers of rank 0 are left out."""
+def as_lora(config: "SupraConfig", tensors: dict[str, Any], modules: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The config and tensors of a LoRA that is the low-rank part; layers of rank 0 are left out.
+
+    Args:
+        config, tensors: as `read_config` and `read_adapter` give them.
+        modules: names of all modules of the base.
+    """
     from peft import LoraConfig
+
+    from .tuner.config import exact_targets
 
     layers = [layer for layer in adapted(tensors) if f"{layer}.supra_L" in tensors]
     plain = {}
@@ -220,7 +244,7 @@ def as_lora(config: "SupraConfig", tensors: dict[str, Any]) -> tuple[Any, dict[s
             r=len(tensors[f"{layers[0]}.supra_R"]),
             lora_alpha=config.lora_alpha,
             lora_dropout=config.lora_dropout,
-            target_modules=[layer.removeprefix("base_model.model.") for layer in layers],
+            target_modules=exact_targets([layer.removeprefix("base_model.model.") for layer in layers], modules),
             task_type=config.task_type,
             inference_mode=True,
         ),
@@ -244,6 +268,7 @@ def _adapted_layers(model: Any) -> list[Any]:
 
 def _load(adapter: Path, config: "SupraConfig", base: str | None, dtype: str) -> Any:
     from peft import PeftModel
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     name = base or config.base_model_name_or_path
@@ -258,7 +283,20 @@ def _load(adapter: Path, config: "SupraConfig", base: str | None, dtype: str) ->
         )
     except OSError as error:
         raise OSError(f"the base model {name} cannot be loaded; --base names another place. ({error})") from error
-    return PeftModel.from_pretrained(model, os.fspath(adapter))
+    except (RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"the base model {name} cannot be loaded, its files are damaged or not those of its config.json: copy them "
+            f"anew, or name another place with --base. ({error})"
+        ) from error
+    unfit = f"{adapter} does not fit the base model {name}; name the one that it was trained on with --base."
+    try:
+        model = PeftModel.from_pretrained(model, os.fspath(adapter))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CannotExport(f"{unfit} ({error})") from error
+    missing = [layer.supra_layer for layer in _adapted_layers(model) if layer.supra_unloaded]
+    if missing:
+        raise CannotExport(f"{unfit} (It holds nothing for {missing[0]}, which this base has.)")
+    return model
 
 
 def _save_adapter(config: Any, tensors: dict[str, Any], folder: Path) -> None:
@@ -267,7 +305,8 @@ def _save_adapter(config: Any, tensors: dict[str, Any], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, os.fspath(folder / "adapter_model.safetensors"), {"format": "pt"})
-    config.target_modules = sorted(config.target_modules)  # a set's order is nobody's
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)  # a set's order is nobody's
     config.save_pretrained(os.fspath(folder))
 
 
@@ -287,16 +326,11 @@ def _save_tokenizer(places: tuple[Any, ...], folder: Path) -> None:
 @contextlib.contextmanager
 def _whole_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its name when everything is in it, and is removed on any error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
+    with staged(target.parent) as parent:
+        folder = parent / target.name
+        folder.mkdir()
         yield folder
-        umask = os.umask(0)
-        os.umask(umask)
-        folder.chmod(0o777 & ~umask)
         for path in folder.rglob("*"):
             if path.is_file():
-                path.chmod(0o666 & ~umask)  # safetensors writes for its owner alone
+                path.chmod(0o666 & ~umask())  # safetensors writes for its owner alone
         folder.replace(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -1,28 +1,83 @@
-"""Files that are whole or absent: written beside their name, flushed, then renamed over it."""
+"""Files and folders that are whole or absent: written in a folder beside their name, flushed, then renamed over it.
+
+A process that is killed leaves its folder, `.saving.…`. The next one that writes there removes it: the folder's lock
+says whether its owner lives, on this machine or, where the file system locks across them, on another.
+"""
 
 import contextlib
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+_PREFIX = ".saving."
+_LOCK = "lock"
+
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary name in `path`'s folder; on success it becomes `path`, on any error it is removed."""
+    """Yield a name on `path`'s file system; on success what is there becomes `path`, on any error it is removed."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with staged(target.parent) as folder:
+        temporary = folder / target.name
         yield temporary
-        # mkstemp (and safetensors) make files that their owner alone can read; a finished one is an ordinary file.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.replace(target)
+        put(temporary, target)
+
+
+def put(written: Path, target: Path) -> None:
+    """Rename a finished file over `target`, on disk before it has the name."""
+    # safetensors (as mkstemp) makes files that their owner alone can read; a finished one is an ordinary file.
+    written.chmod(0o666 & ~umask())
+    with written.open("rb") as file:
+        os.fsync(file.fileno())
+    written.replace(target)
+
+
+def umask() -> int:
+    """The mode bits that new files of this process do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def staged(parent: Path) -> Iterator[Path]:
+    """A new folder inside `parent`, to write in and rename from; removed afterwards, with what is left in it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(parent)
+    folder, lock = _locked_folder(parent)
+    try:
+        (folder / "files").mkdir()
+        yield folder / "files"
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        # Where nothing can be locked, nothing is removed either.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / _LOCK).exists():
+            return folder, lock
+        os.close(lock)  # another process found the lock before it was held
+
+
+def _remove_left(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR)
+        except OSError:
+            continue  # not one of these, or being made, or being removed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # its owner lives
+        finally:
+            os.close(lock)

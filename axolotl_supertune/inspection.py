@@ -1,6 +1,5 @@
 """`axolotl supertune inspect`: what is in an adapter, where its support lies, and how far it moved."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .files import whole_file
+from .json_output import print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,8 +67,11 @@ def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
         knobs: tuple[str, ...] = ("r0", "sparse_density", "supra_lambda", "mask_score", "sparse_direction")
         knobs += ("support_scope", "budget_scope", "lora_alpha", "values_dtype")
         about |= {name: getattr(config, name) for name in knobs}
+        if config.combination is not None:  # a sum of adapters: those have had these, each its own
+            about |= dict.fromkeys(knobs[:-2])
+            about["combination"] = {key: value for key, value in config.combination.items() if key != "layers"}
         about["layers"] = [asdict(report) for report in reports]
-        click.echo(json.dumps(about, indent=2))
+        print_json(about)
     else:
         from rich.console import Console
 

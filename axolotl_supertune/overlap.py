@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .files import whole_file
+from .json_output import print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -100,7 +101,7 @@ def overlap(adapters: tuple[Path, ...], as_json: bool, output: Path | None) -> N
             temporary.write_text(csv_text(found), encoding="utf-8")
         click.echo(f"wrote {output}", err=True)
     if as_json:
-        click.echo(json.dumps([each.record() for each in found], indent=2))
+        print_json([each.record() for each in found])
         return
     from rich.console import Console
 

@@ -1,16 +1,17 @@
 """SUPRA as a PEFT tuner: config, model, layer. Importing it registers the method with PEFT."""
 
 from .card import write_cards
-from .checkpoint import name_damaged_files, read_adapter, save_whole
+from .checkpoint import read_adapter, save_whole
 from .config import SupraConfig
 from .hotswap import hotswap_adapter
 from .layer import SupraLayer, SupraLinear
+from .loading import load_whole
 from .model import SupraModel, budget_table, target_layers
 from .register import register
 
 register(SupraConfig, SupraModel)
 save_whole()
-name_damaged_files()
+load_whole()
 write_cards()
 
 __all__ = [

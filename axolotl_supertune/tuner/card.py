@@ -3,7 +3,7 @@
 import functools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
 from torch import Tensor
 
+from .checkpoint import ADAPTERS_TO_SAVE
 from .config import SupraConfig
 from .model import budget_table
 
@@ -29,7 +30,12 @@ def write_cards() -> None:
     @functools.wraps(original)
     def create_or_update_model_card(self: Any, output_dir: str) -> None:
         original(self, output_dir)
-        configs = {name: config for name, config in self.peft_config.items() if isinstance(config, SupraConfig)}
+        saved = ADAPTERS_TO_SAVE.get()
+        configs = {
+            name: config
+            for name, config in self.peft_config.items()
+            if isinstance(config, SupraConfig) and (saved is None or name in saved)
+        }
         if configs:
             _describe(Path(output_dir) / "README.md", self, configs)
 
@@ -133,7 +139,7 @@ def _of_adapter(model: Any, name: str, config: SupraConfig, lines: Mapping[str, 
         sum(row.layers * row.budget.sparse_count for row in rows),
     )
     return _block(
-        f"{method_name(config)} adapter" + (f" `{name}`" if named else ""),
+        f"{method_name(config)} adapter" + (f" `{name}`" if named or name != "default" else ""),
         config,
         _base(config, model),
         sizes,
@@ -151,8 +157,8 @@ def _block(
         "Method": _sentence(config),
         "Budget": _budget(config),
         "Trained": f"{sizes[0]:,} parameters in {sizes[1]} layers, {sizes[2]:,} of them single weights",
-        "Calibration": _calibration(config.calibration),
-        **({"Gradient": _gradient(config)} if config.by_gradient and sizes[2] else {}),
+        "Calibration": _calibration(config),
+        **({"Gradient": _gradient(config)} if config.by_gradient and sizes[2] and not config.combination else {}),
         **lines,
         "axolotl-supertune": sys.modules[__name__.partition(".")[0]].__version__,
     }
@@ -162,21 +168,40 @@ def _block(
 
 
 def method_name(config: SupraConfig) -> str:
-    """As the paper calls it."""
+    """As the paper calls it; a sum of adapters by what it holds."""
+    if config.combination is not None:
+        ranks = [rank for rank, _ in config.combination.get("layers", {}).values()]
+        low_rank = any(ranks) or any(method_name(part) == "Supra" for part in config.parts().values())
+        return "Supra" if low_rank else "Super"
     return "Super" if config.supra_lambda == 0 else "Supra"
 
 
 def _sentence(config: SupraConfig) -> str:
+    return f"{_method(config)}, of {_PAPER}"
+
+
+def _method(config: SupraConfig) -> str:
+    if config.combination is not None:
+        were = {name: f" ({_method(part)})" for name, part in config.parts().items()}
+        weights = config.combination["weights"]
+        terms = [f"{weight:g} × `{name}`{were.get(name, '')}" for name, weight in weights.items()]
+        return f"{method_name(config)}, the sum ({config.combination['type']}) of {', '.join(terms)}"
     parts = [] if config.supra_lambda == 0 else [f"λ = {config.supra_lambda}, α = {config.lora_alpha}"]
     parts.append(f"support {config.choice_of_support}" if config.has_sparse_part else config.choice_of_support)
-    return f"{method_name(config)}, {', '.join(parts)}, of {_PAPER}"
+    return f"{method_name(config)}, {', '.join(parts)}"
 
 
 def _budget(config: SupraConfig) -> str:
+    if config.combination is not None:
+        return _of_parts(config, _budget) or "that of its parts"
     if config.budget_scope != "layer":
         shared = {"density": "at one density in all layers", "global": "where the scores of all layers together say"}
         return f"{_own_budget(config)}; the whole of it {shared[config.budget_scope]}"
     return _own_budget(config)
+
+
+def _of_parts(config: SupraConfig, describe: Callable[[SupraConfig], str]) -> str:
+    return "; ".join(f"`{name}`: {describe(part)}" for name, part in config.parts().items())
 
 
 def _own_budget(config: SupraConfig) -> str:
@@ -204,12 +229,18 @@ def _gradient(config: SupraConfig) -> str:
     return f"of {made['batches']} batches{drawn}, before step {made['step'] + 1}"
 
 
-def _calibration(made: Mapping[str, Any] | None) -> str:
+def _calibration(config: SupraConfig) -> str:
+    if config.combination is not None:
+        return _of_parts(config, _calibration) or "that of its parts"
+    made = config.calibration
     if made is None:
         return "none: the scores need no activations"
     dataset = str(made.get("dataset", "?"))
     if "training_data" in made:
         return f"{made['samples']} training records of {made['training_data']} (seed {made.get('seed', '?')})"
+    if "sequence_len" not in made:  # of `calibrate`, which was not told where its windows are from
+        named = f" of {dataset}" if "dataset" in made else ", of a text that was not named"
+        return f"{made.get('samples', '?')} windows, {made.get('tokens', '?')} tokens in all{named}"
     dataset = Path(dataset).name if Path(dataset).exists() else dataset
     samples, length, seed = (made.get(key, "?") for key in ("samples", "sequence_len", "seed"))
     return f"{samples} × {length} tokens of {dataset} (seed {seed})"

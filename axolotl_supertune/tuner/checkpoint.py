@@ -7,9 +7,10 @@ dicts (FSDP, accelerate, torch's checkpoints) sees the shapes and dtypes that th
 import functools
 import inspect
 import os
+import re
 import shutil
-import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..codec import pack_layer, unpack_layer
-from ..files import whole_file
+from ..codec import NAMES, pack_layer, unpack_layer
+from ..files import put, staged
 from .config import SupraConfig
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+# While a model is saved: the names of the adapters that are, or None where all of them are.
+ADAPTERS_TO_SAVE: ContextVar[Sequence[str] | None] = ContextVar("ADAPTERS_TO_SAVE", default=None)
 
 
 def pack(state_dict: Mapping[str, Any], values_dtypes: Mapping[str, str]) -> dict[str, Any]:
@@ -79,10 +82,15 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
         tensors = load_file(path)
         unpack_whole(tensors)
     except SafetensorError as error:
-        raise ValueError(f"{path}: {error}. The file is damaged: copy or save it anew.") from error
+        raise damaged(path, error) from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return tensors
+
+
+def damaged(path: Path, error: Exception) -> ValueError:
+    """What to raise for a file that safetensors cannot read."""
+    return ValueError(f"{path}: {error}. The file is damaged: copy or save it anew.")
 
 
 def is_packed(key: str, adapter: str) -> bool:
@@ -90,39 +98,19 @@ def is_packed(key: str, adapter: str) -> bool:
     return key.endswith((f".supra_codes.{adapter}", f".supra_checksum.{adapter}"))
 
 
+# A key of a tensor: its layer, its name there, and the adapter with its dot, which may look like a tensor's name.
+_KEY = re.compile(rf"(.+?)\.supra_({'|'.join(NAMES)})(\.[^.]+)?")
+
+
 def _layers(tensors: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
     """Keys by layer, adapter (with its dot; empty in a file) and the name of the tensor there."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for key in tensors:
-        layer, mark, rest = key.rpartition(".supra_")
-        if mark:
-            name, dot, adapter = rest.partition(".")
-            found.setdefault((layer, dot + adapter), {})[name] = key
+        match = _KEY.fullmatch(key)
+        if match:
+            layer, name, adapter = match.groups()
+            found.setdefault((layer, adapter or ""), {})[name] = key
     return found
-
-
-def name_damaged_files() -> None:
-    """Have `PeftModel.load_adapter` name the file of a SUPRA adapter that safetensors cannot read; it names none.
-
-    Later calls do nothing; adapters of other methods pass through.
-    """
-    original = PeftModel.load_adapter
-    if hasattr(original, "names_damaged_files"):
-        return
-
-    @functools.wraps(original)
-    def load_adapter(self: Any, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, model_id, adapter_name, *args, **kwargs)
-        except SafetensorError as error:
-            if not isinstance(self.peft_config.get(adapter_name), SupraConfig):
-                raise
-            raise ValueError(
-                f"{Path(model_id) / WEIGHTS}: {error}. The file is damaged: copy or save it anew."
-            ) from error
-
-    load_adapter.names_damaged_files = True  # type: ignore[attr-defined]
-    PeftModel.load_adapter = load_adapter
 
 
 def save_whole() -> None:
@@ -150,15 +138,19 @@ def _saving_whole(original: Callable[..., None]) -> Callable[..., None]:
         packed = pack(self.state_dict() if state_dict is None else state_dict, values_dtypes)
         target = Path(save_directory)
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving.", dir=target) as name:
-            staged = Path(name)
+        with staged(target) as folder:
             if (target / "README.md").is_file():
-                shutil.copy(target / "README.md", staged)
-            original(self, os.fspath(staged), *args, state_dict=packed, **kwargs)
-            files = [path for path in staged.rglob("*") if path.is_file()]
+                shutil.copy(target / "README.md", folder)
+            token = ADAPTERS_TO_SAVE.set(given.get("selected_adapters"))
+            try:
+                original(self, os.fspath(folder), *args, state_dict=packed, **kwargs)
+            finally:
+                ADAPTERS_TO_SAVE.reset(token)
+            files = [path for path in folder.rglob("*") if path.is_file()]
             for path in sorted(files, key=lambda path: (path.name == CONFIG, path)):
-                with whole_file(target / path.relative_to(staged)) as temporary:
-                    path.replace(temporary)
+                place = target / path.relative_to(folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                put(path, place)
         return None
 
     save_pretrained.saves_supra_whole = True  # type: ignore[attr-defined]

@@ -3,6 +3,8 @@
 import copy
 import math
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
@@ -17,6 +19,41 @@ from .register import peft_type
 
 # Of 16 records, the paper's batch, as many records as calibration has windows.
 DEFAULT_GRADIENT_BATCHES = 8
+_OF_A_PART = (
+    "supra_lambda",
+    "lora_alpha",
+    "r0",
+    "sparse_density",
+    "mask_score",
+    "sparse_direction",
+    "hybrid_beta",
+    "support_seed",
+    "support_scope",
+    "budget_scope",
+    "calibration",
+)
+
+
+def exact_targets(names: Iterable[str], modules: Iterable[str] | None) -> str | list[str]:
+    """`target_modules` that are these layers and no others, in PEFT, where a listed name is also a suffix of others.
+
+    Args:
+        names: of the layers.
+        modules: names of all modules of the model, or None where it is not known.
+
+    Returns:
+        The names; a regex where one of them would match another module too, or might.
+    """
+    exact = list(names)
+    ends = {f".{name}" for name in exact}
+    others = None if modules is None else set(modules).difference(exact)
+    if others is not None and not any(other[at:] in ends for other in others for at in _dots(other)):
+        return exact
+    return "|".join(map(re.escape, exact))
+
+
+def _dots(name: str) -> list[int]:
+    return [at for at, character in enumerate(name) if character == "."]
 
 
 @dataclass
@@ -58,8 +95,9 @@ class SupraConfig(PeftConfig):
             for a base that was not.
         values_dtype: `fp32` or `bf16`, of U, L and R in the adapter's file; trained, and loaded again, in fp32.
         init_weights: False draws U and L at random instead of 0, for tests.
-        combination: filled in by `add_weighted_adapter`: the adapters with their weights, the type, and rank and number
-            of sparse entries of every layer, which follow from no budget; γ = α/r all the same.
+        combination: filled in by `add_weighted_adapter`: the adapters with their weights, what each of them was
+            (`parts`), the type, and rank and number of sparse entries of every layer, which follow from no budget;
+            γ = α/r all the same. The knobs of a method are then nobody's.
 
     Raises:
         ValueError: a knob out of range or two that contradict; the message names both and the remedy.
@@ -290,6 +328,17 @@ class SupraConfig(PeftConfig):
             if fields[key] is None:
                 del fields[key]
         return fields
+
+    def as_part(self) -> dict[str, Any]:
+        """What a sum of adapters keeps of one of them: what its method was, and nothing of single layers."""
+        fields = {key: value for key in _OF_A_PART if (value := getattr(self, key)) is not None}
+        if self.combination is not None:
+            fields["combination"] = {key: value for key, value in self.combination.items() if key != "layers"}
+        return fields
+
+    def parts(self) -> dict[str, "SupraConfig"]:
+        """Of a sum of adapters, what they were, by name; empty where a file of before does not say."""
+        return {name: SupraConfig(**fields) for name, fields in (self.combination or {}).get("parts", {}).items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write adapter_config.json; it says that the support comes with the adapter."""

@@ -6,6 +6,7 @@ import torch
 from peft import PeftModel
 
 from .layer import SupraLayer
+from .undo import Before
 
 
 def hotswap_adapter(
@@ -30,7 +31,10 @@ def hotswap_adapter(
         raise ValueError(f"no adapter {adapter_name!r}: there are {', '.join(model.peft_config)}.")
     if any(adapter_name in layer.merged_adapters for layer in layers):
         raise ValueError(f"adapter {adapter_name!r} is merged: call unmerge_adapter() before it is swapped.")
-    config_before, incoming = model.peft_config[adapter_name], f"incoming_{adapter_name}"
+    config_before, before = model.peft_config[adapter_name], Before(model)
+    incoming = f"incoming_{adapter_name}"
+    while incoming in model.peft_config:
+        incoming += "_"
     try:
         # is_trainable: else PEFT puts the whole model into evaluation.
         model.load_adapter(model_name_or_path, incoming, is_trainable=True, torch_device=torch_device, **kwargs)
@@ -55,10 +59,9 @@ def hotswap_adapter(
             if incoming in layer.supra_budget:
                 _swap(layer, adapter_name, incoming)
         config.inference_mode = config_before.inference_mode
-        model.peft_config[adapter_name] = config
     finally:
-        if incoming in model.peft_config:
-            tuner.delete_adapter(incoming)
+        before.restore()
+    model.peft_config[adapter_name] = config
 
 
 def _swap(layer: SupraLayer, adapter_name: str, incoming: str) -> None:

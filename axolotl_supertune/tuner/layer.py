@@ -16,7 +16,7 @@ from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, 
 from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
 from ..ops.reference import check_frozen
 from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
-from ..sharded import gathered_weight, is_sharded
+from ..sharded import gathered_weight, is_sharded, shape_of
 from ..support import index_dtype
 from .checkpoint import unpack_whole
 from .combine import Combined
@@ -414,8 +414,8 @@ class SupraLayer(BaseTunerLayer):
         """The adapters that `state_dict` brings whole, of which the first copy is still to come.
 
         Raises:
-            ValueError: it brings a part of one, one made for a layer of another shape, or a support that is not a
-                strictly increasing set of indices inside the layer.
+            ValueError: it brings a part of one, one made for a layer of another shape or with another budget, or a
+                support that is not a strictly increasing set of indices inside the layer.
         """
         arriving = []
         for adapter in self.supra_shape:
@@ -434,6 +434,8 @@ class SupraLayer(BaseTunerLayer):
                     f"{self.supra_layer}: the adapter was made for a layer of shape {tuple(shape)}, this one is "
                     f"{(self.out_features, self.in_features)}: load it on the base model it was trained on."
                 )
+            for name in names:
+                self._check_size(adapter, name, state_dict[prefix + name])
             if adapter in self.supra_indices:
                 self._check_support(state_dict[f"{prefix}supra_indices.{adapter}"])
             arriving.append(adapter)
@@ -443,6 +445,16 @@ class SupraLayer(BaseTunerLayer):
         """Names, below this layer, of all tensors that a checkpoint holds of an adapter."""
         stores = (*self.adapter_layer_names, "supra_indices", "supra_shape")
         return [f"{store}.{adapter_name}" for store in stores if adapter_name in getattr(self, store)]
+
+    def _check_size(self, adapter: str, name: str, tensor: Tensor) -> None:
+        store = name.partition(".")[0]
+        here, there = tuple(shape_of(getattr(self, store)[adapter])), tuple(shape_of(tensor))
+        if here != there:
+            raise ValueError(
+                f"{self.supra_layer}: {store} has shape {there} in the checkpoint and {here} in adapter {adapter!r}: "
+                "it was saved with another budget, supra_lambda or sparse_counts than its adapter_config.json says, or "
+                "than the adapter that is to be replaced has."
+            )
 
     def _check_support(self, indices: Tensor) -> None:
         if indices.is_meta or not indices.numel():
@@ -455,6 +467,14 @@ class SupraLayer(BaseTunerLayer):
                 f"{self.supra_layer}: the adapter's support is not a sorted set of indices below {size:,} "
                 f"({indices.dtype}, from {indices.min().item()} to {indices.max().item()}): the checkpoint is damaged."
             )
+
+
+def mixed_batch(adapter_names: Any) -> str:
+    """Why a batch of several adapters is refused."""
+    return (
+        f"adapter_names={adapter_names}: SUPRA cannot mix adapters within a batch, W + M⊙U is one weight for all of it"
+        ": switch with set_adapter."
+    )
 
 
 class SupraLinear(nn.Module, SupraLayer):
@@ -479,8 +499,9 @@ class SupraLinear(nn.Module, SupraLayer):
             y = self.shared_input.output(self, x)
             if y is not None:
                 return y
-        if kwargs.pop("adapter_names", None) is not None:
-            raise ValueError("SUPRA cannot mix adapters within a batch (adapter_names): switch with set_adapter.")
+        names_in_batch = kwargs.pop("adapter_names", None)
+        if names_in_batch is not None:
+            raise ValueError(mixed_batch(names_in_batch))
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()

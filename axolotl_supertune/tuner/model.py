@@ -1,5 +1,6 @@
 """SupraModel: chooses each target layer's budget and support, and puts SupraLinear in its place."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator
@@ -19,10 +20,13 @@ from .base import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization
 from .checkpoint import is_packed, unpack_whole
 from .choice import budgets_of, supports_of
 from .combine import COMBINATION_TYPES, Combined, combine
-from .config import SupraConfig
-from .layer import SupraLayer, SupraLinear
+from .config import SupraConfig, exact_targets
+from .layer import SupraLayer, SupraLinear, mixed_batch
 from .quantized import QuantizedSupraLinear
 from .shared import share_work, unshare_work
+
+# Whose attributes no adapter may have the name of.
+_NAMED = nn.ParameterDict()
 
 
 class SupraModel(BaseTuner):
@@ -82,6 +86,12 @@ class SupraModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Put the adapter in, as PEFT does, and let layers of one input compute together."""
+        name = args[0] if args else kwargs["adapter_name"]
+        if not name or "." in name or hasattr(_NAMED, name):
+            raise ValueError(
+                f"adapter name {name!r}: it becomes an attribute of torch's containers, so it has no dot and is none "
+                "that these have (values, keys, items, training, …): choose another."
+            )
         # As PEFT 0.21 does: with 0.20 an adapter that is loaded for inference would freeze those that are there.
         adapted = any(isinstance(module, SupraLayer) for module in model.modules())
         trained = [(each, each.requires_grad) for each in model.parameters()] if adapted else []
@@ -89,6 +99,13 @@ class SupraModel(BaseTuner):
         for parameter, is_trained in trained:
             parameter.requires_grad_(is_trained)
         share_work(model)
+
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        """Where PEFT passes what `forward` and `generate` are given on to a tuner, and drops it afterwards."""
+        names = kwargs.get("adapter_names")
+        if names is not None:
+            raise ValueError(mixed_batch(names))
+        return contextlib.nullcontext()
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge in place, as PEFT does, after a look at all layers: no error leaves a half-merged model."""
@@ -166,7 +183,7 @@ class SupraModel(BaseTuner):
         The sparse part lies on the union of the supports and is exact; the supports may differ or be equal.
 
         Args:
-            adapters, weights: what is added; weights may be negative.
+            adapters, weights: what is added; weights may be negative, and numbers of Python, numpy or torch.
             adapter_name: of the new adapter; it is not made active.
             combination_type: `cat`: exact, the rank is the sum of the ranks. `linear`: as LoRA's, all ranks equal, only
                 close; the sparse part is exact there too.
@@ -194,6 +211,7 @@ class SupraModel(BaseTuner):
         if any(given.values()):
             name = next(name for name, is_given in given.items() if is_given)
             raise ValueError(f"{name} has no effect with combination_type={combination_type!r}: drop it.")
+        weights = _numbers(weights)
         self._check_combinable(adapters, weights, adapter_name)
         shares = dict(zip(adapters, weights, strict=True))
         combined = {}
@@ -202,8 +220,9 @@ class SupraModel(BaseTuner):
             low_rank = [(shares[name], layer.low_rank_parts([name])[0]) for name in shares if name in layer.supra_L]
             if sparse or low_rank:
                 combined[layer.supra_layer] = combine(sparse, low_rank, combination_type, layer.supra_layer)
+        modules = [name for name, _ in _modules(self.model)]
         self.peft_config[adapter_name] = _combined_config(
-            self.peft_config[adapters[0]], shares, combination_type, combined
+            [self.peft_config[name] for name in adapters], shares, combination_type, combined, modules
         )
         try:
             self.inject_adapter(self.model, adapter_name)
@@ -217,8 +236,6 @@ class SupraModel(BaseTuner):
     def _check_combinable(self, adapters: list[str], weights: list[float], adapter_name: str) -> None:
         if not adapters or len(set(adapters)) < len(adapters) or len(weights) != len(adapters):
             raise ValueError(f"adapters={adapters} and weights={weights}: give different adapters, a weight for each.")
-        if not all(isinstance(weight, (int, float)) and math.isfinite(weight) for weight in weights):
-            raise ValueError(f"weights={weights} are not all finite numbers.")
         if adapter_name in self.peft_config:
             raise ValueError(f"an adapter {adapter_name!r} exists already: give another name, or delete it.")
         for name in adapters:
@@ -378,19 +395,39 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
         yield name, module
 
 
+def _numbers(weights: Any) -> list[float]:
+    """Weights as Python has them, which the config is saved with."""
+    try:
+        numbers = [float(weight) for weight in weights if not isinstance(weight, (str, bytes))]
+    except (TypeError, ValueError, RuntimeError):
+        numbers = []
+    if len(numbers) < len(weights) or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"weights={weights} are not all finite numbers.")
+    return numbers
+
+
 def _combined_config(
-    first: SupraConfig, shares: dict[str, float], combination_type: str, combined: dict[str, Combined]
+    parts: list[SupraConfig],
+    shares: dict[str, float],
+    combination_type: str,
+    combined: dict[str, Combined],
+    modules: list[str],
 ) -> SupraConfig:
     """The config of a combined adapter: the sizes of its layers are written down; γ = 1 where the rank is largest."""
+    first = parts[0]
     config = copy.copy(first)
-    config.target_modules, config.exclude_modules = set(combined), None
+    targets = exact_targets(combined, modules)
+    config.target_modules = targets if isinstance(targets, str) else set(targets)
+    config.exclude_modules = None
     config.layers_to_transform = config.layers_pattern = None
     config.support, config.activation_norms, config.calibration = "saved", None, None
-    config.sparse_counts = None
+    config.sparse_counts = config.gradient = None
+    config.values_dtype = "fp32"  # that of one part would round the sum
     config.lora_alpha = max((layer.rank for layer in combined.values()), default=0) or first.lora_alpha
     config.combination = {
         "type": combination_type,
         "weights": shares,
+        "parts": {name: part.as_part() for name, part in zip(shares, parts, strict=True)},
         "layers": {name: [layer.rank, layer.sparse_count] for name, layer in combined.items()},
     }
     return config

@@ -1,6 +1,8 @@
 import hashlib
 import json
 import stat
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -453,8 +455,38 @@ def test_whole_file_shows_the_name_only_when_it_is_complete(tmp_path):
     with whole_file(path) as temporary:
         temporary.write_bytes(b"all")
         assert not path.exists()
-        assert temporary.parent == path.parent
+        assert temporary.is_relative_to(path.parent)  # one file system
     assert path.read_bytes() == b"all"
+
+
+def saves_for_ever(folder):
+    """A process that writes a file there and is not done with it."""
+    code = (
+        "import sys, time; from axolotl_supertune.files import whole_file\n"
+        "with whole_file(sys.argv[1]) as path: path.write_bytes(b'half'); print('ready', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder / "file")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
+    dead, live = saves_for_ever(tmp_path), saves_for_ever(tmp_path)
+    try:
+        assert len(list(tmp_path.glob(".saving.*"))) == 2
+        dead.kill()
+        dead.wait()
+        (tmp_path / ".saving.mine").mkdir()  # none of ours
+        with whole_file(tmp_path / "other") as path:
+            path.write_bytes(b"all")
+        left = [path for path in tmp_path.glob(".saving.*") if path.name != ".saving.mine"]
+        assert [each.read_bytes() for folder in left for each in folder.glob("files/*")] == [b"half"]
+    finally:
+        live.kill()
+        live.wait()
+    with whole_file(tmp_path / "other") as path:
+        path.write_bytes(b"all")
+    assert {path.name for path in tmp_path.iterdir()} == {"other", ".saving.mine"}
 
 
 def test_whole_file_has_the_permissions_of_an_ordinary_file(tmp_path):

@@ -1,5 +1,7 @@
 """The README.md beside an adapter."""
 
+import dataclasses
+
 import pytest
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -81,6 +83,48 @@ def test_a_card_without_headings_gets_the_section(base, tmp_path):
 def test_a_card_names_a_score_only_where_it_is_used(base, tmp_path, knobs, expected):
     get_peft_model(base, SupraConfig(mask_score="magnitude", **knobs)).save_pretrained(tmp_path / "adapter")
     assert f"- **Method:** {expected}" in (tmp_path / "adapter/README.md").read_text()
+
+
+def test_the_card_of_a_sum_names_its_parts_and_that_of_a_selection_no_others(base, norms, tmp_path):
+    norms.provenance.update({"dataset": "allenai/c4", "seed": 7, "sequence_len": 11})
+    first = SupraConfig(r0=2, supra_lambda=0, activation_norms=norms, values_dtype="bf16", init_weights=False)
+    model = get_peft_model(base, first, adapter_name="first")
+    second = SupraConfig(r0=4, supra_lambda=0.5, mask_score="magnitude", sparse_direction="top", init_weights=False)
+    model.add_adapter("second", second)
+    model.add_weighted_adapter(["first", "second"], [0.7, 0.25], "both")
+    model.add_weighted_adapter(["both"], [2], "twice")
+    model.save_pretrained(tmp_path / "one", selected_adapters=["both"])
+    text = (tmp_path / "one/README.md").read_text()
+    assert text.count("- **Method:**") == 1
+    for line in (
+        "## Supra adapter `both`",
+        "- **Method:** Supra, the sum (cat) of 0.7 × `first` (Super, support wanda-bottom), 0.25 × `second` (Supra, "
+        "λ = 0.5, α = 16, support magnitude-top), of *Super-Tuning: From Activation-Aware Pruning to Sparse "
+        "Fine-Tuning*",
+        "- **Budget:** `first`: rank 2: as many parameters as a LoRA of rank 2; `second`: rank 4: as many parameters "
+        "as a LoRA of rank 4",
+        "- **Calibration:** `first`: 3 × 11 tokens of allenai/c4 (seed 7); `second`: none: the scores need no "
+        "activations",
+    ):
+        assert line in text.splitlines(), line
+    tags = ModelCard.load(tmp_path / "one/README.md").data.tags
+    assert "supra" in tags
+    assert "super" not in tags
+    model.save_pretrained(tmp_path / "two", selected_adapters=["twice", "first"])
+    text = (tmp_path / "two/README.md").read_text()
+    assert "Supra, the sum (cat) of 2 × `both` (Supra, the sum (cat) of 0.7 × `first` (Super" in text
+    assert "## Super adapter `first`" in text
+    assert text.count("- **Method:**") == 2
+    model.save_pretrained(tmp_path / "all")
+    assert (tmp_path / "all/README.md").read_text().count("- **Method:**") == 4
+
+
+def test_the_card_says_of_windows_without_a_name_what_is_known(base, norms, tmp_path):
+    norms = dataclasses.replace(norms, provenance={"samples": 3, "tokens": 33})
+    model = get_peft_model(base, SupraConfig(r0=4, supra_lambda=0, activation_norms=norms))
+    model.save_pretrained(tmp_path / "adapter")
+    text = (tmp_path / "adapter/README.md").read_text()
+    assert "- **Calibration:** 3 windows, 33 tokens in all, of a text that was not named" in text.splitlines()
 
 
 def test_cards_of_other_methods_are_pefts(base, tmp_path):

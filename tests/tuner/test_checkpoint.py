@@ -200,6 +200,30 @@ def test_named_adapters_and_other_files_keep_their_places(tiny_llama, tmp_path):
     assert loaded.base_model.model.model.layers[0].mlp.up_proj.supra_indices["other"].dtype == torch.int32
 
 
+@pytest.mark.parametrize("name", ["supra_math", "supra_L", "supra_values", "supra_checksum", "codes", "model"])
+def test_adapters_of_any_name_are_packed_and_read(tiny_llama, tmp_path, name):
+    knobs = {"r0": 4, "supra_lambda": 0.5, "mask_score": "magnitude", "init_weights": False, "values_dtype": "bf16"}
+    model = get_peft_model(tiny_llama(), SupraConfig(**knobs), adapter_name=name)
+    model.save_pretrained(tmp_path)
+    names = {key.rpartition(".supra_")[2] for key in load_file(tmp_path / name / WEIGHTS)}
+    assert names == {"codes", "shape", "values", "L", "R", "checksum"}
+    expected = {
+        key: tensor.bfloat16().to(tensor.dtype)
+        for key, tensor in adapter(model, name).items()
+        if tensor.is_floating_point()
+    }
+    for loaded in (
+        PeftModel.from_pretrained(tiny_llama(), tmp_path / name, adapter_name=name),
+        PeftModel.from_pretrained(tiny_llama(), tmp_path / name, adapter_name=name, low_cpu_mem_usage=True),
+    ):
+        found = adapter(loaded, name)
+        assert_same({key: found[key] for key in expected}, expected)
+        assert_same(
+            {key: found[key] for key in found if key not in expected},
+            {key: adapter(model, name)[key] for key in found if key not in expected},
+        )
+
+
 def test_a_process_that_writes_nothing_writes_nothing(tiny_llama, tmp_path):
     adapted(tiny_llama()).save_pretrained(tmp_path, is_main_process=False)
     assert files(tmp_path) == {}

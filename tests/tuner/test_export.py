@@ -1,8 +1,10 @@
 """What an adapter becomes for those who do not have this package."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.export import CannotExport, export, export_adapter
+from axolotl_supertune.export import CannotExport, as_lora, export, export_adapter
 from axolotl_supertune.tuner import SupraLayer
 from axolotl_supertune.tuner.card import note_training
 
@@ -182,6 +184,100 @@ def test_the_command(make, tmp_path):
     result = run(adapter, "--to", "merged", "--output", tmp_path / "second", "--base", tmp_path / "nowhere")
     assert "the base model" in result.output
     assert "--base names another place" in result.output
+
+
+def unfit(kind, adapter, base, tiny_llama):
+    config, weights = adapter / "adapter_config.json", base / "model.safetensors"
+    if kind == "another base":
+        tiny_llama(num_hidden_layers=3).save_pretrained(base)
+    elif kind == "a smaller base":
+        tiny_llama(num_hidden_layers=1).save_pretrained(base)
+    elif kind == "another width":
+        tiny_llama(intermediate_size=128).save_pretrained(base)
+    elif kind == "a damaged base":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif kind == "a damaged config":
+        config.write_text("{")
+    else:
+        r0 = 6 if kind == "another budget" else -6
+        config.write_text(config.read_text().replace('"r0": 4', f'"r0": {r0}'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("another base", r"adapter does not fit the base model .*--base. \(It holds nothing for model\.layers\.2\."),
+        ("a smaller base", r"adapter does not fit the base model .*--base. \(model\.layers\.1\."),
+        ("another width", r"adapter does not fit the base model .*--base. \(model\.layers\.0\.mlp"),
+        ("another budget", r"adapter does not fit the base model .*another budget.* than its adapter_config.json says"),
+        ("a damaged base", r"the base model .*base cannot be loaded, its files are damaged"),
+        ("a damaged config", r"adapter/adapter_config\.json is damaged"),
+        ("a config that says nonsense", r"adapter/adapter_config\.json is damaged .*r0"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_with_a_remedy_and_no_traceback(make, tiny_llama, tmp_path, kind, message):
+    base, adapter, _ = make(supra_lambda=0.5, target_modules=["q_proj", "up_proj"])
+    unfit(kind, adapter, base, tiny_llama)
+    result = CliRunner().invoke(export, [str(adapter), "--to", "merged", "--output", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert re.search(message, result.output), result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["the current folder", "a link to nothing", "a link to a folder"])
+def test_an_output_that_no_folder_can_be_renamed_to_is_refused_before_all_work(make, tmp_path, monkeypatch, kind):
+    _, adapter, _ = make(supra_lambda=0)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    output = Path(".") if kind == "the current folder" else tmp_path / "link"
+    if "link" in kind:
+        output.symlink_to("empty" if "folder" in kind else "nowhere")
+    monkeypatch.setattr("axolotl_supertune.tuner.read_adapter", lambda folder: pytest.fail("work was done"))
+    with pytest.raises(FileExistsError, match=r"--output .* is (a link|the current folder).*; name a new folder"):
+        export_adapter(adapter, "shira", output)
+
+
+class Nested(torch.nn.Module):
+    """`lin` is the end of another layer's name."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = torch.nn.Linear(32, 32)
+        self.block = torch.nn.Module()
+        self.block.lin = torch.nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.block.lin(self.lin(x))
+
+
+def test_shira_adapts_no_layer_of_a_longer_name(tmp_path):
+    config = SupraConfig(r0=4, supra_lambda=0, mask_score="magnitude", target_modules="^lin$", init_weights=False)
+    adapted = get_peft_model(Nested(), config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    export_adapter(tmp_path / "adapter", "shira", tmp_path / "out")
+    loaded = PeftModel.from_pretrained(Nested(), tmp_path / "out").eval()
+    x = torch.arange(64).view(2, 32) / 64
+    assert torch.equal(loaded(x), adapted(x))
+
+
+def test_a_lora_adapts_no_layer_of_a_longer_name():
+    model = get_peft_model(Nested(), SupraConfig(r0=4, supra_lambda=1, mask_score="magnitude", target_modules="^lin$"))
+    tensors = {name.removesuffix(".default"): tensor for name, tensor in model.state_dict().items() if "supra_" in name}
+    lora, _ = as_lora(model.peft_config["default"], tensors, [name for name, _ in Nested().named_modules()])
+    adapted = [name for name, module in get_peft_model(Nested(), lora).named_modules() if hasattr(module, "lora_A")]
+    assert adapted == ["base_model.model.lin"]
+
+
+def test_a_sum_is_refused_by_shira_as_what_it_is(make, tmp_path):
+    _, _, model = make(supra_lambda=0)
+    low_rank = SupraConfig(r0=4, supra_lambda=0.5, mask_score="magnitude", task_type="CAUSAL_LM", init_weights=False)
+    model.add_adapter("low", low_rank)
+    model.add_weighted_adapter(["default", "low"], [1, 1], "sum")
+    model.save_pretrained(tmp_path / "saved", selected_adapters=["sum"])
+    with pytest.raises(CannotExport, match=r"low-rank part \(the adapter is a sum of others\)"):
+        export_adapter(tmp_path / "saved" / "sum", "shira", tmp_path / "out")
 
 
 def test_a_damaged_adapter_is_not_exported(make, tmp_path):

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -10,6 +11,7 @@ from peft.tuners.lora import LoraModel
 from axolotl_supertune import SupraConfig, SupraModel, hotswap_adapter
 from axolotl_supertune.tuner import SupraLayer
 from axolotl_supertune.tuner.combine import combine
+from axolotl_supertune.tuner.config import exact_targets
 
 KNOBS = {"mask_score": "magnitude", "task_type": "CAUSAL_LM", "init_weights": False, "lora_dropout": 0}
 
@@ -191,6 +193,65 @@ def test_a_combined_adapter_loads_on_its_own_layers_alone(pair, tiny_llama, tmp_
         get_peft_model(tiny_llama(), changed)
 
 
+def test_a_sum_is_saved_exactly_whatever_its_first_part_is_saved_in(tiny_llama, ids, tmp_path):
+    model = with_adapters(tiny_llama(), first=config(values_dtype="bf16"), second=config())
+    model.add_weighted_adapter(["first", "second"], [0.7, 0.3], "sum")
+    model.set_adapter("sum")
+    model.save_pretrained(tmp_path, selected_adapters=["sum"])
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_llama(), tmp_path / "sum"), ids), logits(model, ids))
+    parts = SupraConfig.from_pretrained(tmp_path / "sum").parts()
+    assert list(parts) == ["first", "second"]
+    assert parts["first"].mask_score == "magnitude"
+
+
+@pytest.mark.parametrize(
+    "weights", [numpy.array([0.5, -2], "float32"), [numpy.float64(0.5), -2], torch.tensor([0.5, -2])]
+)
+def test_weights_are_numbers_of_any_library(tiny_llama, weights, tmp_path):
+    model = with_adapters(tiny_llama(), first=config(), second=config(sparse_direction="top"))
+    model.add_weighted_adapter(["first", "second"], weights, "sum")
+    model.add_weighted_adapter(["first", "second"], [0.5, -2], "plain")
+    found, expected = delta(model, "sum"), delta(model, "plain")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    model.save_pretrained(tmp_path, selected_adapters=["sum"])
+    saved = SupraConfig.from_pretrained(tmp_path / "sum").combination["weights"]
+    assert saved == {"first": 0.5, "second": -2}
+
+
+class Nested(torch.nn.Module):
+    """`lin` is the end of another layer's name."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = torch.nn.Linear(32, 32)
+        self.block = torch.nn.Module()
+        self.block.lin = torch.nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.block.lin(self.lin(x))
+
+
+def test_a_sum_adapts_the_layers_of_its_parts_and_none_of_a_longer_name(tmp_path):
+    of_one = dict(target_modules="^lin$", task_type=None)
+    model = with_adapters(Nested(), first=config(**of_one), second=config(**of_one, sparse_direction="top"))
+    model.add_weighted_adapter(["first", "second"], [0.5, 0.5], "sum")
+    model.set_adapter("sum")
+    model.save_pretrained(tmp_path, selected_adapters=["sum"])
+    loaded = PeftModel.from_pretrained(Nested(), tmp_path / "sum").eval()
+    assert list(layers(loaded)) == ["lin"]
+    x = torch.arange(64).view(2, 32) / 64
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_targets_are_exact():
+    assert exact_targets(["a.b", "c"], ["", "a", "a.b", "c", "d.cc"]) == ["a.b", "c"]
+    assert exact_targets(["a.b", "c"], ["a", "a.b", "c", "d.c"]) == r"a\.b|c"
+    assert exact_targets(["a.b"], ["a.b", "x.y.a.b"]) == r"a\.b"
+    assert exact_targets(["a.b"], None) == r"a\.b"
+    assert exact_targets(["c", "d.c"], ["c", "d", "d.c"]) == ["c", "d.c"]
+
+
 def test_no_combination_is_no_key_of_the_saved_config(tmp_path):
     config().save_pretrained(tmp_path)
     assert "combination" not in (tmp_path / "adapter_config.json").read_text()
@@ -214,6 +275,8 @@ def test_arguments_are_named_as_loras():
         (dict(adapters=[], weights=[]), "give different adapters"),
         (dict(weights=[1]), "a weight for each"),
         (dict(weights=[1, float("nan")]), "not all finite"),
+        (dict(weights=[1, "1"]), "not all finite"),
+        (dict(weights=[1, torch.ones(2)]), "not all finite"),
         (dict(adapter_name="second"), "an adapter 'second' exists already"),
         (dict(combination_type="linear"), r"q_proj: combination_type='linear' .* these have \[8, 4\]; use 'cat'"),
     ],
@@ -273,6 +336,16 @@ def test_hotswap_computes_what_the_file_does_in_the_parameters_that_were_there(h
     assert torch.equal(logits(hot.eval(), ids), expected)
 
 
+def test_hotswap_takes_no_name_that_an_adapter_has(saved, tiny_llama, ids):
+    names = {"math": config(supra_lambda=0.5), "incoming_math": config(supra_lambda=0), "incoming_math_": config()}
+    model = with_adapters(tiny_llama(), **names)
+    others = {name: tensor for name, tensor in bits(model).items() if "incoming" in name}
+    hotswap_adapter(model, saved, "math")
+    assert list(model.peft_config) == list(names)
+    assert_same({name: tensor for name, tensor in bits(model).items() if "incoming" in name}, others)
+    assert torch.equal(logits(model, ids), logits(PeftModel.from_pretrained(tiny_llama(), saved), ids))
+
+
 def test_hotswap_leaves_a_frozen_adapter_frozen(saved, tiny_llama, ids):
     model = PeftModel.from_pretrained(tiny_llama(), saved)
     hotswap_adapter(model, saved, "default")
@@ -308,6 +381,155 @@ def test_hotswap_of_another_method_or_name_or_a_merged_adapter_is_refused(hot, s
     hot.merge_adapter()
     with pytest.raises(ValueError, match="adapter 'default' is merged"):
         hotswap_adapter(hot, saved, "default")
+
+
+# Loads that are refused
+
+
+def shape(model):
+    """Everything of a model but its values: modules, adapters, modes, what is active and what is trained."""
+    state = {name: repr(type(module)) for name, module in model.named_modules()}
+    state |= {f"{name} mode": module.training for name, module in model.named_modules()}
+    state |= {f"{name} trained": parameter.requires_grad for name, parameter in model.named_parameters()}
+    state |= {f"{name} active": layer.active_adapters for name, layer in layers(model).items()}
+    state |= {f"{name} of": set(layer.supra_budget) for name, layer in layers(model).items()}
+    return state | {"adapters": list(getattr(model, "peft_config", ())), "forward": forwards(model)}
+
+
+def forwards(model):
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def flip(folder):
+    path = folder / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(params=["damaged", "cut off", "other base", "other budget", "damaged, more layers", "no file"])
+def unloadable(request, tiny_llama, tmp_path):
+    """Folder of an adapter that no model of `tiny_llama` may load."""
+    base = tiny_llama(num_hidden_layers=3) if request.param == "other base" else tiny_llama()
+    knobs = {"modules_to_save": ["lm_head"]} if request.param == "damaged, more layers" else {}
+    targets = ["up_proj"] if request.param == "other base" else ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    # λ = 1: without a sparse part a shell looks like an adapter that was trained.
+    with_adapters(base, default=config(supra_lambda=1, target_modules=targets, **knobs)).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    if request.param.startswith("damaged"):
+        flip(tmp_path)
+    elif request.param == "cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif request.param == "other budget":
+        of = tmp_path / "adapter_config.json"
+        of.write_text(of.read_text().replace('"r0": 8', '"r0": 6'))
+    elif request.param == "no file":
+        path.unlink()
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_a_refused_load_leaves_the_model_as_it_was(tiny_llama, unloadable, ids, tmp_path, is_trainable):
+    model = with_adapters(tiny_llama(), one=config(target_modules=["q_proj", "k_proj", "v_proj"]), two=config(r0=2))
+    model.base_model.set_adapter(["one", "two"])
+    model.train()
+    next(parameter for name, parameter in model.named_parameters() if name.endswith(".two")).requires_grad_(False)
+    before, tensors, expected = shape(model), bits(model), logits(model.eval(), ids)
+    model.train()
+    with pytest.raises((ValueError, OSError)):
+        model.load_adapter(unloadable, "third", is_trainable=is_trainable)
+    assert shape(model) == before
+    assert_same(bits(model), tensors)
+    assert torch.equal(logits(model.eval(), ids), expected)
+    model.save_pretrained(tmp_path / "again")
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {"one", "two", "README.md"}
+    model.add_adapter("third", config())  # the name is free
+
+
+def test_a_refused_load_leaves_the_base_as_it_was(tiny_llama, unloadable, ids):
+    base = tiny_llama()
+    before, tensors, expected = shape(base), bits(base), logits(base, ids)
+    with pytest.raises((ValueError, OSError)):
+        PeftModel.from_pretrained(base, unloadable)
+    assert shape(base) == before
+    assert_same(bits(base), tensors)
+    assert not hasattr(base, "peft_config")
+    assert torch.equal(logits(base, ids), expected)
+    get_peft_model(base, config())
+
+
+def test_a_refused_load_of_other_sizes_copies_nothing_into_a_live_adapter(hot, tiny_llama, tmp_path):
+    with_adapters(tiny_llama(), default=config(supra_lambda=0.5, r0=4)).save_pretrained(tmp_path)
+    before = bits(hot)
+    with pytest.raises(ValueError, match=r"supra_\w+ has shape .* in the checkpoint and .* in adapter 'default'"):
+        hot.load_adapter(tmp_path, "default")
+    assert_same(bits(hot), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(lora_alpha=3), r"has lora_alpha 3 \(here 16\)"),
+        (dict(lora_dropout=0.5), r"has lora_dropout 0\.5 \(here 0\)"),
+        (dict(modules_to_save=["lm_head"]), r"has modules_to_save \['lm_head'\] \(here \[\]\)"),
+        (dict(target_modules=["q_proj"]), r"has no model\.layers\.0\.mlp\.down_proj among its layers"),
+    ],
+)
+def test_a_file_that_computes_otherwise_does_not_take_the_place_of_an_adapter(
+    hot, tiny_llama, tmp_path, change, message
+):
+    with_adapters(tiny_llama(), default=config(supra_lambda=0.5, **change)).save_pretrained(tmp_path)
+    before = shape(hot), bits(hot)
+    with pytest.raises(ValueError, match=message + ".*another name, call delete_adapter first, or hotswap_adapter"):
+        hot.load_adapter(tmp_path, "default")
+    assert shape(hot) == before[0]
+    assert_same(bits(hot), before[1])
+
+
+def test_an_equal_adapter_and_one_without_a_low_rank_part_take_the_place_of_another(hot, tiny_llama, tmp_path, ids):
+    equal = with_adapters(tiny_llama(), default=config(supra_lambda=0.5, sparse_direction="top"))
+    equal.save_pretrained(tmp_path / "equal")
+    hot.load_adapter(tmp_path / "equal", "default")
+    assert torch.equal(logits(hot, ids), logits(equal, ids))
+    sparse = with_adapters(tiny_llama(), default=config(supra_lambda=0, lora_alpha=3))
+    sparse.save_pretrained(tmp_path / "sparse")
+    hot.load_adapter(tmp_path / "sparse", "other")
+    hot.set_adapter("other")
+    assert torch.equal(logits(hot, ids), logits(sparse, ids))
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", ["a.b", "values", "items", "training", ""])
+def test_a_name_that_torch_cannot_hold_is_refused_and_adds_nothing(hot, tiny_llama, name):
+    before = shape(hot), bits(hot)
+    with pytest.raises(ValueError, match=f"adapter name '{name}'.*choose another"):
+        hot.add_adapter(name, config())
+    with pytest.raises(ValueError, match="choose another"):
+        hot.add_weighted_adapter(["default", "other"], [1, 1], name)
+    assert shape(hot) == before[0]
+    assert_same(bits(hot), before[1])
+    base = tiny_llama()
+    with pytest.raises(ValueError, match="choose another"):
+        get_peft_model(base, config(), adapter_name=name)
+    assert not layers(base)
+
+
+# A batch of several adapters
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_adapters_mixed_in_a_batch_are_refused(hot, ids, mode):
+    getattr(hot, mode)()
+    names = ["default", "other", "no such adapter"]
+    with pytest.raises(ValueError, match=r"adapter_names=\['default', 'other', .*: switch with set_adapter"):
+        hot(ids, adapter_names=names)
+    with pytest.raises(ValueError, match="SUPRA cannot mix adapters within a batch"):
+        hot.generate(input_ids=ids, adapter_names=names, max_new_tokens=1)
+    expected = logits(hot, ids)
+    with torch.no_grad():
+        assert torch.equal(hot(ids, adapter_names=None).logits, expected)
 
 
 # Switching off, deleting
