@@ -427,16 +427,18 @@ if os.environ["RANK"] == "1": ActivationNorms.load = damaged
 
 
 @pytest.mark.parametrize("engine", ["DDP", "ZeRO-3"])
-def test_norms_that_one_process_cannot_read_end_all_with_its_error(even_settings, launch, launch_deepspeed, engine):
+def test_norms_that_one_process_cannot_read_end_all(even_settings, launch, launch_deepspeed, tmp_path, engine):
     """Before the base is loaded, which the processes of ZeRO-3 do together."""
-    no_text = {f"calibration_{key}": None for key in ("dataset", "samples", "sequence_len", "batch_size")}
-    mapping = even_settings(2, "two", calibration_path="norms.safetensors", **no_text)
+    path = tmp_path / "norms.safetensors"
+    ActivationNorms({"layer": torch.ones(1)}, "", {}).save(path)
+    mapping = {key: value for key, value in even_settings(2, "two").items() if not key.startswith("calibration_")}
+    mapping["calibration_path"] = str(path)
     if engine == "ZeRO-3":
         status, output = launch_deepspeed({**mapping, "deepspeed": zero(3)}, DAMAGED)
     else:
         status, output = launch(mapping, DAMAGED)
     assert status != 0
-    told = "norms.safetensors is not a readable safetensors file (damaged)"
+    told = f"{path} is not a readable safetensors file (damaged)"
     assert f"process 1 of 2 failed while reading calibration_path: ValueError: {told}" in output
 
 
