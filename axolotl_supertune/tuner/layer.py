@@ -16,7 +16,7 @@ from ..ops import LowRank, Sparse, compute_dtype, merged_weight, sparse_linear, 
 from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
 from ..ops.reference import check_frozen
 from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
-from ..sharded import gathered_weight, is_sharded, shape_of
+from ..sharded import gathered_weight, is_sharded, is_whole, shape_of
 from ..support import index_dtype
 from .checkpoint import unpack_whole
 from .combine import Combined
@@ -448,8 +448,10 @@ class SupraLayer(BaseTunerLayer):
 
     def _check_size(self, adapter: str, name: str, tensor: Tensor) -> None:
         store = name.partition(".")[0]
-        here, there = tuple(shape_of(getattr(self, store)[adapter])), tuple(shape_of(tensor))
-        if here != there:
+        own = getattr(self, store)[adapter]
+        here, there = tuple(shape_of(own)), tuple(shape_of(tensor))
+        # Of its own checkpoints ZeRO-3 loads the parts elsewhere, and brings emptied parameters here.
+        if here != there and (is_whole(own) or there != (0,)):
             raise ValueError(
                 f"{self.supra_layer}: {store} has shape {there} in the checkpoint and {here} in adapter {adapter!r}: "
                 "it was saved with another budget, supra_lambda or sparse_counts than its adapter_config.json says, or "
