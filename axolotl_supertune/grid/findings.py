@@ -21,10 +21,12 @@ from .statistics import (
     Spread,
     Stratum,
     holm,
+    over_seeds,
     paired_bootstrap,
     spread,
 )
 
+ONE_SEED = "one seed"
 # A trained count that is further from its budget is pointed out.
 BUDGET_TOLERANCE = 0.005
 # Below it a percentile interval is too narrow to be believed.
@@ -124,10 +126,38 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class SeedDifference:
+    """A method's validation NLL less the reference's of the same number of epochs.
+
+    by_seed: within each seed that both ran with.
+    interval: Student's over these seeds; None of fewer than two.
+    holm: its p, adjusted for all methods.
+    """
+
+    result: Result
+    reference: Result
+    by_seed: dict[int, float]
+    interval: Interval | None
+    holm: float | None
+
+    @property
+    def verdict(self) -> str:
+        """ONE_SEED where nothing can be said."""
+        return self.interval.verdict(higher_is_better=False) if self.interval is not None else ONE_SEED
+
+    @property
+    def doubts(self) -> list[str]:
+        """What a verdict of better or worse does not withstand."""
+        decided = self.verdict not in (NO_DIFFERENCE, ONE_SEED)
+        return ["not after Holm"] if decided and self.holm is not None and self.holm > 1 - CONFIDENCE else []
+
+
+@dataclass(frozen=True)
 class Findings:
     """
     runs: all that ended, by method, rate, epochs and seed.
     results: by epochs, the reference first, then by validation NLL.
+    seed_differences: of all results but the reference's, in their order; empty without the reference.
     base: scores of the model before training.
     benchmarks: items and clean items (None without a contamination report) by benchmark; empty without any scores.
     notes: what failed, is missing, or limits what the numbers say.
@@ -139,6 +169,7 @@ class Findings:
     base: Scores | None
     benchmarks: dict[str, tuple[int, int | None]]
     comparisons: list[Comparison]
+    seed_differences: list[SeedDifference]
     reference: str
     resamples: int
     seed: int
@@ -218,7 +249,8 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
     _check_same_questions(files)
     benchmarks = _benchmarks(next(iter(files.values())).benchmarks) if files else {}
     comparisons = _compare(results, reference, benchmarks, resamples, seed)
-    found = Findings(runs, choices, results, base, benchmarks, comparisons, reference, resamples, seed, [])
+    by_seed = _seed_differences(results, reference)
+    found = Findings(runs, choices, results, base, benchmarks, comparisons, by_seed, reference, resamples, seed, [])
     found.notes.extend(_notes(found, runs_dir, files))
     return found
 
@@ -355,6 +387,25 @@ def _compare(
         adjusted = holm([each.interval.p for each in of_metric])
         found += [replace(each, holm=p) for each, p in zip(of_metric, adjusted, strict=True)]
     return found
+
+
+def _seed_differences(results: Sequence[Result], reference: str) -> list[SeedDifference]:
+    found = []
+    for result in results:
+        against = next((each for each in results if (each.method, each.epochs) == (reference, result.epochs)), None)
+        if against is None or against is result:
+            continue
+        ours, theirs = _validation_nlls(result), _validation_nlls(against)
+        by_seed = {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
+        found.append(SeedDifference(result, against, by_seed, over_seeds(list(by_seed.values())), None))
+    told = [(at, each.interval.p) for at, each in enumerate(found) if each.interval is not None]
+    for (at, _), adjusted in zip(told, holm([p for _, p in told]), strict=True):
+        found[at] = replace(found[at], holm=adjusted)
+    return found
+
+
+def _validation_nlls(result: Result) -> dict[int, float]:
+    return {seed: run.validation_nll for seed, run in result.runs.items() if run.validation_nll is not None}
 
 
 def _stratum(metric: Metric, benchmark: str, others: Sequence[Result], against: Result) -> Stratum:

@@ -10,7 +10,16 @@ from ..files import whole_file
 from .statistics import CONFIDENCE, NO_DIFFERENCE, RESAMPLES
 
 # All files that any report writes; those that this one does not are removed, so that none is left of an earlier one.
-TABLES = ("summary", "differences", "accuracy_published", "accuracy_strict", "perplexity", "cost", "learning_rates")
+TABLES = (
+    "summary",
+    "validation",
+    "differences",
+    "accuracy_published",
+    "accuracy_strict",
+    "perplexity",
+    "cost",
+    "learning_rates",
+)
 FIGURES = ("differences", "cost", "learning_rates", "curves")
 
 
@@ -93,8 +102,9 @@ def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:
         f"are ordered by validation NLL, {found.reference} first.",
         _where(found),
     ]
-    if found.comparisons:
-        parts += [f"## What may be said, against {found.reference}", "\n".join(_said(found)), _method(found)]
+    said = [*_said_of_validation(found), *_said(found)]
+    if said:
+        parts += [f"## What may be said, against {found.reference}", "\n".join(said), _method(found)]
     if found.notes:
         parts += ["## What is missing, or limits the numbers", "\n".join(f"- {_escaped(note)}" for note in found.notes)]
     parts += ["## Tables", _legend(), *texts.values(), "## Figures", *pictures]
@@ -137,27 +147,48 @@ def _legend() -> str:
     )
 
 
+def _said_of_validation(found: Any) -> list[str]:
+    decided = [each for each in found.seed_differences if each.interval is not None]
+    return [_verdicts(found, "validation NLL (nats a token), over seeds", decided)] if decided else []
+
+
 def _said(found: Any) -> list[str]:
-    lines = []
-    for title in dict.fromkeys(each.metric.title for each in found.comparisons):
-        verdicts: dict[str, list[str]] = {"better": [], "worse": [], NO_DIFFERENCE: []}
-        for each in found.comparisons:
-            if each.metric.title == title:
-                name = found.name(each.result.method, each.result.epochs)
-                verdicts[each.verdict].append(name + (f" ({', '.join(each.doubts)})" if each.doubts else ""))
-        said = "; ".join(f"**{verdict}**: {', '.join(names)}" for verdict, names in verdicts.items() if names)
-        lines.append(f"- {title}: {said}.")
-    return lines
+    titles = dict.fromkeys(each.metric.title for each in found.comparisons)
+    return [_verdicts(found, title, [c for c in found.comparisons if c.metric.title == title]) for title in titles]
+
+
+def _verdicts(found: Any, title: str, comparisons: list[Any]) -> str:
+    verdicts: dict[str, list[str]] = {"better": [], "worse": [], NO_DIFFERENCE: []}
+    for each in comparisons:
+        name = found.name(each.result.method, each.result.epochs)
+        verdicts[each.verdict].append(name + (f" ({', '.join(each.doubts)})" if each.doubts else ""))
+    said = "; ".join(f"**{verdict}**: {', '.join(names)}" for verdict, names in verdicts.items() if names)
+    return f"- {title}: {said}."
 
 
 def _method(found: Any) -> str:
+    seeds = [each for each in found.seed_differences if each.interval is not None]
+    parts = []
+    if seeds:
+        parts.append(
+            f"Of the validation NLL the interval is Student's over the seeds ({CONFIDENCE:.0%}) of the paired "
+            "differences, of methods that have at least two seeds in common with the reference: it says how a "
+            "difference depends on the seed, and takes the normal distribution for granted. The rates were chosen on "
+            f"the same records, some of the seeds included. p (Holm) is adjusted for their number, {len(seeds)}."
+        )
+    if found.comparisons:
+        parts.append(_method_of_scores(found))
+    return "\n\n".join(parts)
+
+
+def _method_of_scores(found: Any) -> str:
     counts = {each.metric.title: sum(c.metric is each.metric for c in found.comparisons) for each in found.comparisons}
     family = "; ".join(f"{title}: {count}" for title, count in counts.items())
     from .findings import FEW_ITEMS
 
     return (
-        f"“Better” and “worse” stand only where the {CONFIDENCE:.0%} interval of the difference excludes 0. The "
-        f"intervals are percentiles of {found.resamples:,} paired bootstrap resamples (seed {found.seed}): the "
+        f"“Better” and “worse” stand only where the {CONFIDENCE:.0%} interval of the difference excludes 0. Those of "
+        f"test scores are percentiles of {found.resamples:,} paired bootstrap resamples (seed {found.seed}): the "
         "questions of each benchmark are drawn with replacement, the same ones for both methods, and each question's "
         "value is averaged over a method's seeds. They cover which questions were asked, not which seeds were trained "
         "with: for that see the standard deviations and the differences seed by seed.\n\n"

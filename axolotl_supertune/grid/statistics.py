@@ -3,7 +3,7 @@
 What is resampled are the items (questions) of each benchmark, the same ones for both methods; each item's value is
 first averaged over a method's seeds. The intervals therefore say how the difference between these trained models
 depends on which questions were asked. They do not say how it depends on the seeds: the standard deviation over seeds
-does, and the differences seed by seed.
+does, the differences seed by seed, and of the validation NLL, whose records are not kept one by one, `over_seeds`.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Stratum:
 
 @dataclass(frozen=True)
 class Interval:
-    """A difference to the reference, its percentile interval, and the bootstrap's two-sided p."""
+    """A difference to the reference, its interval, and the two-sided p that belongs to it."""
 
     difference: float
     low: float
@@ -102,6 +102,24 @@ def paired_bootstrap(
     below, above = ((1 + side.sum(0)) / (1 + resamples) for side in (drawn <= 0, drawn >= 0))
     p = np.minimum(1, 2 * np.minimum(below, above))
     return [Interval(*map(float, each)) for each in zip(observed, low, high, p, strict=True)]
+
+
+def over_seeds(differences: Sequence[float]) -> Interval | None:
+    """Student's interval and p of the mean of paired differences, one a seed; None of fewer than two.
+
+    It says how the difference depends on the seed of the training, and nothing of other data.
+    """
+    from scipy.stats import t
+
+    found = spread(differences)
+    if found is None or found.deviation is None:
+        return None
+    error, freedom = found.deviation / found.count**0.5, found.count - 1
+    if not error:  # equal in every seed
+        return Interval(found.mean, found.mean, found.mean, 1.0 if found.mean == 0 else 0.0)
+    half = float(t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+    p = 2 * float(t.sf(abs(found.mean) / error, freedom))
+    return Interval(found.mean, found.mean - half, found.mean + half, p)
 
 
 def _resampled_sums(stratum: Stratum, resamples: int, random: np.random.Generator) -> tuple[Array, Array]:

@@ -40,6 +40,8 @@ class Table:
 def tables(found: Findings) -> list[Table]:
     """All tables that the findings allow."""
     made = [summary(found)]
+    if found.seed_differences:
+        made.append(validation(found))
     if found.comparisons:
         made.append(differences(found))
     if found.benchmarks:
@@ -74,6 +76,37 @@ def summary(found: Findings) -> Table:
     if found.benchmarks:
         title += "; accuracies unweighted over the benchmarks, all / clean items"
     return Table("summary", title, headings, rows, records)
+
+
+def validation(found: Findings) -> Table:
+    """Validation NLL against the reference's, seed by seed; one line a method."""
+    rows, records = [], []
+    for each in found.seed_differences:
+        interval, said = each.interval, each.verdict + (f" ({', '.join(each.doubts)})" if each.doubts else "")
+        mean = spread(list(each.by_seed.values()))
+        cells = ["–", "–", "–"] if mean is None else [f"{mean.mean:+.4f}", "–", "–"]
+        if interval is not None:
+            cells[1:] = [f"[{interval.low:+.4f}, {interval.high:+.4f}]", f"{each.holm:.2g}"]
+        seeds = ", ".join(f"{seed}: {value:+.4f}" for seed, value in each.by_seed.items())
+        rows.append([each.result.method, f"{each.result.epochs:g}", *cells, said, seeds or "–"])
+        records.append(
+            {
+                "method": each.result.method,
+                "epochs": each.result.epochs,
+                "reference": each.reference.method,
+                "difference": mean and mean.mean,
+                "low": interval and interval.low,
+                "high": interval and interval.high,
+                "p": interval and interval.p,
+                "p_holm": each.holm,
+                "verdict": each.verdict,
+                "doubts": ", ".join(each.doubts),
+                "by_seed": " ".join(f"{seed}:{_rounded(value)}" for seed, value in each.by_seed.items()),
+            }
+        )
+    title = f"Validation NLL less {found.reference}'s, with Student's interval over the seeds ({CONFIDENCE:.0%})"
+    headings = ["method", "epochs", "difference", f"{CONFIDENCE:.0%} interval", "p (Holm)", "verdict", "by seed"]
+    return Table("validation", title, headings, rows, records)
 
 
 def differences(found: Findings) -> Table:

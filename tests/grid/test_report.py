@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+import scipy.stats
 from click.testing import CliRunner
 from grid_records import SETUP, grid, make_run, make_scores, save_records
 
@@ -31,7 +32,14 @@ from axolotl_supertune.grid.statistics import Interval
 from axolotl_supertune.grid.tables import latex, tables
 
 GOLDEN = Path(__file__).parent / "golden"
-GOLDEN_FILES = ("report.md", "summary.csv", "differences.csv", "learning_rates.csv", "accuracy_published.tex")
+GOLDEN_FILES = (
+    "report.md",
+    "summary.csv",
+    "validation.csv",
+    "differences.csv",
+    "learning_rates.csv",
+    "accuracy_published.tex",
+)
 
 
 def run_report(*arguments):
@@ -175,6 +183,27 @@ def test_the_numbers_by_hand(save):
     assert "AddSub (4 / 3)" in made["accuracy_published"].headings
 
 
+def test_validation_nlls_are_compared_on_the_seeds_that_both_have(save):
+    """No test score is needed; a seed of one method alone, and a run that diverged, are left out."""
+    nlls = {
+        "lora": {0: 1.0, 1: 1.1, 2: 1.2, 3: 5.0},
+        "super": {0: 0.9, 1: 1.01, 2: 1.09, 7: 0.1},
+        "rosa": {0: 1.3, 3: float("nan")},
+    }
+    runs = [make_run(method, 1e-4, seed, nll=nll) for method, seeds in nlls.items() for seed, nll in seeds.items()]
+    runs_dir = save(*((run, None) for run in runs))
+    row, alone = tables_of(runs_dir)["validation"].records
+    differences = [-0.1, -0.09, -0.11]
+    low, high = scipy.stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    assert (row["method"], row["verdict"]) == ("super", "better")
+    assert [row["difference"], row["low"], row["high"]] == pytest.approx([np.mean(differences), low, high])
+    assert row["p_holm"] == row["p"]  # the only one with an interval
+    assert (alone["method"], alone["verdict"], alone["low"]) == ("rosa", "one seed", None)
+    assert alone["difference"] == pytest.approx(0.3)
+    page = (run_report(runs_dir), runs_dir / "report" / "report.md")[1].read_text(encoding="utf-8")
+    assert "- validation NLL (nats a token), over seeds: **better**: super." in page
+
+
 def test_better_is_said_only_where_the_interval_says_so(small):
     found = find(small)
     for each in found.comparisons:
@@ -266,7 +295,9 @@ def test_training_alone(save):
     result = run_report(runs_dir)
     assert result.exit_code == 0, result.output
     assert "No scores yet" in result.output
-    tabled = {f"{name}.{kind}" for name in ("summary", "cost", "learning_rates") for kind in ("csv", "tex")}
+    tabled = {
+        f"{name}.{kind}" for name in ("summary", "validation", "cost", "learning_rates") for kind in ("csv", "tex")
+    }
     drawn = {f"{name}.{kind}" for name in ("curves", "learning_rates") for kind in ("png", "svg")}
     assert {path.name for path in output.iterdir()} == tabled | drawn | {"report.md", "report.json", "mine.txt"}
     page = (output / "report.md").read_text(encoding="utf-8")
@@ -334,7 +365,9 @@ def test_epochs_are_compared_within_themselves(save):
     # One family of tests a metric, over all epochs.
     by_metric = [each for each in found.comparisons if each.metric.name == "accuracy"]
     assert all(each.holm >= each.interval.p for each in by_metric)
-    assert {row["comparisons"] for row in tables(found)[1].records} == {2}
+    assert {row["comparisons"] for row in tables_of(runs_dir)["differences"].records} == {2}
+    assert {row["reference"] for row in tables_of(runs_dir)["validation"].records} == {"lora"}
+    assert [row["epochs"] for row in tables_of(runs_dir)["validation"].records] == [1, 3]
 
 
 def test_a_limit_is_marked(save):

@@ -8,7 +8,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axolotl_supertune.grid.statistics import Interval, Stratum, holm, paired_bootstrap, spread
+from axolotl_supertune.grid.statistics import Interval, Stratum, holm, over_seeds, paired_bootstrap, spread
 
 values = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
@@ -159,3 +159,22 @@ def test_spread():
     assert spread([2.0]) == (spread([2.0]).__class__)(2.0, None, 1)
     three = spread([1.0, 2.0, 6.0])
     assert (three.mean, three.deviation, three.count) == (3.0, pytest.approx(7**0.5), 3)
+
+
+@given(st.lists(st.floats(-1, 1).map(lambda value: round(value, 3)), min_size=2, max_size=6))
+def test_over_seeds_is_students_paired_test(differences):
+    """scipy's own test of a mean; equal differences, of which it makes NaN, leave no doubt."""
+    interval = over_seeds(differences)
+    if len(set(differences)) == 1:
+        assert (interval.low, interval.high) == (interval.difference, interval.difference)
+        assert interval.p == (1 if differences[0] == 0 else 0)
+        return
+    result = scipy.stats.ttest_1samp(differences, 0)
+    low, high = result.confidence_interval(0.95)
+    found = [interval.difference, interval.low, interval.high, interval.p]
+    np.testing.assert_allclose(found, [np.mean(differences), low, high, result.pvalue], rtol=1e-6, atol=1e-9)
+
+
+def test_one_seed_says_nothing():
+    assert over_seeds([]) is None
+    assert over_seeds([0.3]) is None
