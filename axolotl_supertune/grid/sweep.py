@@ -74,6 +74,7 @@ _NO_MATTER = {
     *OF_THE_GRID,
     *(key for key in SupertuneArgs.model_fields if not key.startswith("calibration_")),
     *("adapter", "lora_r", "lora_alpha", "lora_dropout", "dataset_prepared_path"),
+    "lr_groups",  # what checks.prepare makes of sparse_lr
 } - {"lora_exclude_modules"}
 
 # Where things lie, which changes with the folder and not with what is computed.

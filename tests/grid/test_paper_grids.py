@@ -41,12 +41,10 @@ def test_a_grid_can_be_run_as_it_is(name, tmp_path, monkeypatch):
         {"super-top-on-training-set", "super-bottom-on-training-set"} if name == "smollm2-135m" else set()
     )
     wanda = {key for key in keys if sweep.norms(key)} - on_training_set
-    assert {key.method.rstrip("0123456789.-") for key in wanda} == {
-        "super-top",
-        "super-bottom",
-        "super-hybrid",
-        "supra",
-    }
+    two_rates = {key for key in wanda if key.method.endswith("-two-rates")}
+    assert bool(two_rates) == (name == "smollm2-135m")
+    expected = {"super-top", "super-bottom", "super-hybrid", "supra"} | ({"supra-top"} if not two_rates else set())
+    assert {key.method.rstrip("0123456789.-") for key in wanda - two_rates} == expected
     assert len({sweep.norms(key) for key in wanda}) == 1, "one calibration for all"
     assert not {sweep.norms(key) for key in wanda} & {sweep.norms(key) for key in on_training_set}
 
@@ -65,12 +63,19 @@ def test_a_grid_has_the_papers_settings(name):
     assert grid.chosen.leading == 5
     missing = set(yaml.safe_load((PAPER / "methods.yml").read_text())) - set(grid.methods)
     if name == "smollm2-135m":
-        assert missing == {"sift-rand", "super-hybrid-0.5", "super-hybrid-0.8"}
-        assert {len(method.learning_rates or grid.learning_rates) for method in grid.methods.values()} == {3}
+        top = {f"supra-top-{share}" for share in (0.3, 0.5, 0.8)}
+        assert missing == {"sift-rand", "super-hybrid-0.5", "super-hybrid-0.8"} | top
+        rates = {name: len(each.learning_rates or grid.learning_rates) for name, each in grid.methods.items()}
+        assert set(rates.values()) == {2, 3, 4}
+        assert {name for name, count in rates.items() if count == 2} == {
+            f"supra-{share}-two-rates" for share in (0.3, 0.5, 0.8)
+        }
         assert {key.learning_rate for key in grid.keys} <= set(RATES)
         assert grid.epochs == [1]
     else:
-        assert missing == {"sift-rand"}, "it draws what super-random draws"
+        assert missing == {"sift-rand", "rosa-squared"}, (
+            "the one draws what super-random draws, the other is not the paper's"
+        )
         assert grid.learning_rates == RATES
         assert grid.epochs == [1, 3]
         assert len(grid.keys) == 2 * 8 * len(grid.methods)

@@ -21,11 +21,13 @@ ROWS = {
     "super-hybrid-0.8",
     "magnitude-top",
     "magnitude-bottom",
-    *(f"supra{mag}-{share}" for mag in ("", "-mag") for share in (0.3, 0.5, 0.8)),
+    *(f"supra{kind}-{share}" for kind in ("", "-top", "-mag") for share in (0.3, 0.5, 0.8)),
 }
+RELATED = {"rosa-squared"}
 # Beyond the paper, beside keys of one of its rows.
 BEYOND = {
-    "rosa-warmed-up": METHODS["rosa"] | {"low_rank_warmup_steps": 1},
+    "rosa-warmed-up": METHODS["rosa-squared"] | {"low_rank_warmup_steps": 1},
+    "two-rates": METHODS["supra-0.5"] | {"sparse_lr": 1e-2},
     "activation": METHODS["super-top"] | {"mask_score": "activation"},
     "by-row": METHODS["supra-0.5"] | {"support_scope": "row"},
     "gradient-by-row": METHODS["sift-top"] | {"support_scope": "row"},
@@ -37,7 +39,7 @@ BUDGET = 8 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))
 
 
 def test_the_file_names_the_papers_rows():
-    assert METHODS.keys() == ROWS
+    assert METHODS.keys() == ROWS | RELATED
 
 
 @pytest.mark.parametrize("name", [*METHODS, *BEYOND])
