@@ -288,6 +288,12 @@ def gold_nlls(scores: Sequence[Scores]) -> dict[str, Array]:
     return found
 
 
+def short_rate(rate: float) -> str:
+    """As 5e-4."""
+    factor, _, power = f"{rate:.5e}".partition("e")
+    return f"{float(factor):g}e{int(power)}"
+
+
 def _bits(text: str) -> Array:
     return np.frombuffer(text.encode("ascii"), dtype=np.uint8).astype(np.float64) - ord("0")
 

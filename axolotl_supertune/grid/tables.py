@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .findings import BUDGET_TOLERANCE, Findings, Result, accuracies, gold_nlls
+from .findings import BUDGET_TOLERANCE, Findings, Result, accuracies, gold_nlls, short_rate
 from .runs import Scores
 from .statistics import CONFIDENCE, Spread, spread
 
@@ -264,7 +264,7 @@ def learning_rates(found: Findings) -> Table:
         for choice in (found.choices[run.key.method, run.key.epochs],)
     ]
     title = "Validation NLL by learning rate, the chosen one in brackets, on the seeds that all of them ran with"
-    return Table("learning_rates", title, ["method", "epochs", *map(_rate, rates)], rows, records)
+    return Table("learning_rates", title, ["method", "epochs", *map(short_rate, rates)], rows, records)
 
 
 def markdown(table: Table) -> str:
@@ -359,7 +359,7 @@ class _Line:
     @classmethod
     def of(cls, result: Result) -> "_Line":
         choice = result.choice
-        cells = [choice.method, f"{choice.epochs:g}", _rate(choice.learning_rate)]
+        cells = [choice.method, f"{choice.epochs:g}", short_rate(choice.learning_rate)]
         record = {"method": choice.method, "epochs": choice.epochs, "learning_rate": choice.learning_rate}
         nll = result.over_seeds(lambda run: run.validation_nll)
         return cls(cells, record, len(result.runs), nll, list(result.scores.values()))
@@ -393,11 +393,6 @@ def _seeds(result: Result) -> str:
 def _one(values: set[int | None]) -> int | None:
     """The number that all runs agree on; where they do not, the largest."""
     return max((value for value in values if value is not None), default=None)
-
-
-def _rate(rate: float) -> str:
-    factor, _, power = f"{rate:.5e}".partition("e")
-    return f"{float(factor):g}e{int(power)}"
 
 
 def _shown(value: Spread | None, pattern: str) -> str:
