@@ -1,0 +1,53 @@
+"""What the repository says of its own grids is what `report` makes of the records in it."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from axolotl_supertune.grid.report import report
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "examples/paper/results/smollm2-135m"
+NAMES = {"base": "before training", "lora": "LoRA", "full": "full fine-tuning"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    output = tmp_path_factory.mktemp("report")
+    result = CliRunner().invoke(report, [str(RESULTS / "runs"), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    return output
+
+
+def test_the_report_is_of_the_records(made):
+    """Texts and tables; pictures differ with the version of matplotlib, and have to be there."""
+    kept = {path.name for path in (RESULTS / "report").iterdir()}
+    assert kept == {path.name for path in made.iterdir() if path.suffix in (".md", ".csv", ".png")}
+    for name in kept:
+        if not name.endswith(".png"):
+            assert (RESULTS / "report" / name).read_text(encoding="utf-8") == (made / name).read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_the_summary(made):
+    with (made / "summary.csv").open(encoding="utf-8", newline="") as file:
+        expected = {NAMES.get(row["method"], row["method"]): row for row in csv.DictReader(file)}
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Results")[1].split("\n## ")[0]
+    shown = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in shown] == list(expected)
+    for name, rate, nll, seeds, accuracy, strict, gold, *_ in shown:
+        row = expected[name]
+        assert [rate == "–" or float(rate), seeds] == [
+            not row["learning_rate"] or float(row["learning_rate"]),
+            row["seeds"] or "–",
+        ]
+        for cell, column, scale, digits in (
+            (nll, "validation_nll", 1, 4),
+            (accuracy, "accuracy_published_all", 100, 1),
+            (strict, "accuracy_strict_all", 100, 1),
+            (gold, "gold_nll", 1, 3),
+        ):
+            numbers = [float(row[key]) for key in (column, f"{column}_sd") if row[key]]
+            assert cell == " ± ".join(f"{scale * number:.{digits}f}" for number in numbers), (name, column)
