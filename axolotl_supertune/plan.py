@@ -358,7 +358,7 @@ def engine_of(raw: MutableMapping[str, Any], gpus: int | None) -> Engine:
 
 
 def _deepspeed(named: Any, gpus: int) -> Engine:
-    from .checks import deepspeed_config
+    from .engine_checks import deepspeed_config
 
     try:
         settings = deepspeed_config(named)

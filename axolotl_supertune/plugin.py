@@ -31,7 +31,7 @@ from rich.console import Console
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
-from . import checks, quantized_base, sharded_base
+from . import checks, engine_checks, quantized_base, sharded_base
 from .calibration import ActivationNorms, calibrate, gathered_in_turn, streamed
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
@@ -93,7 +93,7 @@ class SupertunePlugin(BasePlugin):
             # YAML, before it says merge_lora), and under ZeRO-3 load a base without weights.
             cfg["deepspeed"] = None
         if not self.plans_only:
-            checks.check_deepspeed_is_installed(cfg)
+            engine_checks.check_deepspeed_is_installed(cfg)
         trained = Path(cfg.get("output_dir") or ".")
         if self._inference or cfg.get("merge_lora"):
             check_not_the_start(cfg, trained)
@@ -124,10 +124,10 @@ class SupertunePlugin(BasePlugin):
         if cfg.adapter not in checks.ADAPTERS:
             return
         self._processes = _processes()
-        if checks.is_zero3(cfg) and cfg.torch_dtype is torch.bfloat16:
+        if engine_checks.is_zero3(cfg) and cfg.torch_dtype is torch.bfloat16:
             # zero.Init takes the base's dtype from here and from nothing else; training does not, see `_keep_fp32`.
             self._deepspeed = cfg.deepspeed
-            cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
+            cfg.deepspeed = {**engine_checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
         # Where one process failed on its own the others would wait for it to load its part of a base.
         with self._processes.together("reading the base model's config"):
             model_config = load_model_config(cfg)
@@ -157,7 +157,7 @@ class SupertunePlugin(BasePlugin):
             if self._deepspeed is not None:
                 cfg.deepspeed, self._deepspeed = self._deepspeed, None
             quantized_base.prepare(cfg, model)
-            if checks.is_zero3(cfg):
+            if engine_checks.is_zero3(cfg):
                 assert self._processes is not None, "pre_model_load came first"
                 with self._processes.together("preparing the base model"):
                     sharded_base.put_right(model, cfg.torch_dtype)
@@ -183,7 +183,7 @@ class SupertunePlugin(BasePlugin):
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
-            zero = checks.deepspeed_config(cfg.deepspeed)["zero_optimization"] if cfg.deepspeed else None
+            zero = engine_checks.deepspeed_config(cfg.deepspeed)["zero_optimization"] if cfg.deepspeed else None
             world = self._processes.world if self._processes else 1
             check_resume(cfg, checkpoint, adapter_config(model, cfg), world, zero)
         if trained:
@@ -371,10 +371,10 @@ def _processes() -> Processes:
     """
     seconds = float(os.environ.get("AXOLOTL_NCCL_TIMEOUT", 1800))  # Axolotl's own, for its own group
     init_distributed_state()
-    if checks.on_cpus() and not torch.distributed.is_initialized():
+    if engine_checks.on_cpus() and not torch.distributed.is_initialized():
         # Accelerate would do the same, but only when the Trainer is made.
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    checks.check_processes_know_each_other(torch.distributed.is_initialized())
+    engine_checks.check_processes_know_each_other(torch.distributed.is_initialized())
     return Processes(seconds, "AXOLOTL_NCCL_TIMEOUT=SECONDS waits longer.")
 
 
@@ -516,7 +516,7 @@ def _kernels(model: Any, cfg: Any) -> str:
     layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
     dense = [layer for layer in layers if not isinstance(layer, QuantizedSupraLinear)]
     dtype = dtypes[0] if dtypes else getattr(layers[0], "weight_dtype", layers[0].base_layer.weight.dtype)
-    gathers = "FSDP" if cfg.fsdp_config else "DeepSpeed" if checks.is_zero3(cfg) else None
+    gathers = "FSDP" if cfg.fsdp_config else "DeepSpeed" if engine_checks.is_zero3(cfg) else None
     if gathers or not dense:
         every_pass = f"{gathers} gathers the weights" if gathers else "quantized weights are dequantized"
         return f"{described(device, dtype, rank=0)} (the gradient of U alone; {every_pass} in every pass)"
