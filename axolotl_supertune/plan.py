@@ -18,7 +18,8 @@ import click
 from . import memory
 from .budget import BudgetRow, budget_rows
 from .files import whole_file
-from .memory import GIB, Calibration, Engine, Estimate, GradientPass, Shape, Step
+from .job import Attention, Base, Calibration, Checkpointing, Engine, GradientPass, Job, Layers, Loss, Shape, Step
+from .memory import GIB, Estimate
 
 if TYPE_CHECKING:  # the command's help shall not wait for torch
     from .data_checks import Said
@@ -92,17 +93,6 @@ def plan(
         click.echo(f"wrote {target}")
     if result.refusals or result.fits is False:
         context.exit(1)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the estimate is made of."""
-
-    shape: Shape
-    step: Step
-    engine: Engine
-    calibration: Calibration | None
-    gradient: GradientPass | None = None
 
 
 @dataclass
@@ -554,7 +544,7 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
     if cfg.get("pad_to_sequence_len") is not False:  # as Axolotl's collator rounds up
         multiple = cfg.get("pad_to_multiple_of") or 64
         length = -(-length // multiple) * multiple
-    kept: memory.Attention = "flash"
+    kept: Attention = "flash"
     if attention == "eager":
         kept = "eager"
     elif attention == "sdpa" and packs:
@@ -564,27 +554,27 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
         notes.append(f"{rows} rows of different lengths, which sdpa computes with a mask and repeated keys")
     elif attention != "sdpa" and packs and not cfg.get("multipack_real_batches"):
         rows, length = 1, rows * length
-    base: memory.Base = "plain"
+    base: Base = "plain"
     if cfg.get("load_in_8bit"):
         base = "int8"
     elif cfg.get("load_in_4bit"):
         double = (cfg.get("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
         base = "nf4-double" if double else "nf4"
-    checkpointing: memory.Checkpointing = "none"
+    checkpointing: Checkpointing = "none"
     fsdp = cfg.get("fsdp_config") or {}
     asked = cfg.get("gradient_checkpointing")
     if asked in ("offload", "offload_disk") or cfg.get("activation_offloading"):
         checkpointing = "offloaded"
     elif asked or fsdp.get("activation_checkpointing"):
         checkpointing = "blocks"
-    loss: memory.Loss = "transformers"
+    loss: Loss = "transformers"
     if cfg.get("cut_cross_entropy") or cfg.get("liger_fused_linear_cross_entropy"):
         loss = "fused"
     elif cfg.get("chunked_cross_entropy"):
         loss = "chunked"
     elif cfg.get("liger_cross_entropy"):
         loss = "liger"
-    layers: memory.Layers = "kernels" if base == "plain" else "transient"
+    layers: Layers = "kernels" if base == "plain" else "transient"
     if requested() == "reference":
         layers = "reference"
         notes.append("the adapted layers are computed by the reference, not by the Triton kernels")

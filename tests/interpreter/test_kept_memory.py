@@ -6,7 +6,8 @@ from allocated import kept_bytes
 from peft import get_peft_model
 
 from axolotl_supertune import SupraConfig, budget_table
-from axolotl_supertune.memory import Step, activation_bytes
+from axolotl_supertune.job import Step
+from axolotl_supertune.memory import activation_bytes
 from axolotl_supertune.plan import shape_of
 
 
