@@ -19,7 +19,7 @@ from axolotl_supertune.gradients import DENSE_BYTES
 from axolotl_supertune.job import Calibration, Engine, GradientPass, Step
 from axolotl_supertune.memory import DENSE_GRADIENTS, GIB, OPTIMIZERS, activation_bytes, base_bytes, estimate
 from axolotl_supertune.ops.transient import BlockGradient
-from axolotl_supertune.plan import CHECKED, shape_of
+from axolotl_supertune.planned_job import CHECKED, shape_of
 from axolotl_supertune.tuner import SupraLayer
 
 BENCH = Path(__file__).parents[2] / "examples/bench"
