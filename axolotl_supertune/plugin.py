@@ -32,10 +32,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
 from . import checks, engine_checks, quantized_base, sharded_base
-from .calibration import ActivationNorms, calibrate, gathered_in_turn, streamed
+from .calibration import ActivationNorms, calibrate
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
 from .gradient_support import ChooseByGradient
+from .layer_by_layer import gathered_in_turn, streamed
 from .ops.choice import described
 from .processes import Processes
 from .sharded import by_zero3
