@@ -257,13 +257,13 @@ def make(
     cfg, refusals, refused = _checked(raw, engine.gpus)
     model, model_config = _meta_model(cfg)
     from .data_checks import look_at_calibration, look_at_data, look_at_gradient
-    from .plugin import _check_all_matched, adapter_config
+    from .new_adapter import adapter_config, check_all_matched
     from .tuner.model import layer_budgets
 
     try:
         method = adapter_config(model, cfg)
         budgets = layer_budgets(model, method)
-        _check_all_matched(cfg, budgets)
+        check_all_matched(cfg, budgets)
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
     found = Plan(cfg, method, budget_rows(budgets), refusals)
