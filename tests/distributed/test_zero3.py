@@ -181,7 +181,7 @@ def chooses(rank, folder):
     from axolotl_supertune.calibration import model_fingerprint
     from axolotl_supertune.layer_by_layer import gathered_in_turn
     from axolotl_supertune.processes import Processes
-    from axolotl_supertune.tuner.layer import SupraLinear
+    from axolotl_supertune.tuner.linear import SupraLinear
 
     deepspeed = start(rank)
     model = emptied(base(torch.float32), deepspeed)
