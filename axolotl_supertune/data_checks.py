@@ -20,7 +20,7 @@ from huggingface_hub import try_to_load_from_cache
 from . import checks
 from .calibration import ActivationNorms
 from .corpus import LOCAL_SUFFIXES, TRAINING_SET, training_windows
-from .plugin import _is_new, _max_positions, _window_length, _windows
+from .new_adapter import is_new, max_positions, window_length, windows_of_text
 
 # Names with these endings are files, whatever else may be missing.
 _FILES = (*LOCAL_SUFFIXES, ".csv", ".arrow")
@@ -81,12 +81,12 @@ def look_at_calibration(
         texts_read: what was said of local texts before, whose windows are not drawn again; is added to.
     """
     said = Said()
-    if not _is_new(cfg) or not checks.may_need_norms(cfg):
+    if not is_new(cfg) or not checks.may_need_norms(cfg):
         return said
     if cfg.get("calibration_path"):
         try:
             norms = ActivationNorms.load(cfg["calibration_path"])
-            checks.check_provenance(cfg, norms.provenance, _max_positions(model_config))
+            checks.check_provenance(cfg, norms.provenance, max_positions(model_config))
             norms.check_model(model, f"calibration_path: the norms in {cfg['calibration_path']}")
             for layer in layers:
                 norms[layer]
@@ -114,7 +114,7 @@ def look_at_gradient(cfg: Any, batches: int, gpus: int = 1) -> Said:
         gpus: processes.
     """
     said = Said()
-    if not _is_new(cfg):
+    if not is_new(cfg):
         return said
     records = most_records(cfg)
     if records is None:
@@ -223,7 +223,7 @@ def _look_at_text(cfg: Any, model_config: Any) -> Said:
     if not os.path.exists(source):  # a local one that is missing was refused
         return Said(unchecked=[f"calibration_dataset: {source}, which would have to be downloaded"])
     name = str(cfg.get("tokenizer_config") or cfg.get("base_model_config") or cfg["base_model"])
-    length = _window_length(cfg, model_config)
+    length = window_length(cfg, model_config)
     asked = f"calibration_dataset: whether {source} has {cfg['calibration_samples']} windows of {length} tokens"
     if cfg.get("added_tokens_overrides"):  # Axolotl would write another tokenizer into output_dir
         return Said(unchecked=[f"{asked}: added_tokens_overrides make a tokenizer of its own"])
@@ -235,7 +235,7 @@ def _look_at_text(cfg: Any, model_config: Any) -> Said:
     except (ValueError, OSError) as error:
         return Said(unchecked=[f"{asked}: the tokenizer of {name} cannot be loaded: {error}"])
     try:
-        _windows(with_tokenizer, model_config, tokenizer)
+        windows_of_text(with_tokenizer, model_config, tokenizer)
     except (ValueError, OSError) as error:
         return Said([str(error)])
     return Said()

@@ -13,7 +13,8 @@ from axolotl.integrations.base import PluginManager
 from axolotl.loaders import ModelLoader, load_tokenizer
 
 from . import checks
-from .plugin import NORMS_FILE, SupertunePlugin, adapter_config
+from .new_adapter import adapter_config
+from .plugin import NORMS_FILE, SupertunePlugin
 from .tuner.model import layer_budgets
 
 # How a training distributes the model; here it is whole.

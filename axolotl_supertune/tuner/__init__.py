@@ -4,7 +4,8 @@ from .card import write_cards
 from .checkpoint import read_adapter, save_whole
 from .config import SupraConfig
 from .hotswap import hotswap_adapter
-from .layer import SupraLayer, SupraLinear
+from .layer import SupraLayer
+from .linear import SupraLinear
 from .loading import load_whole
 from .model import SupraModel, budget_table, target_layers
 from .register import register

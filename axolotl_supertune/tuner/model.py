@@ -21,7 +21,8 @@ from .checkpoint import is_packed, unpack_whole
 from .choice import budgets_of, supports_of
 from .combine import COMBINATION_TYPES, Combined, combine
 from .config import SupraConfig, exact_targets
-from .layer import SupraLayer, SupraLinear, mixed_batch
+from .layer import SupraLayer
+from .linear import SupraLinear, mixed_batch
 from .quantized import QuantizedSupraLinear
 from .shared import share_work, unshare_work
 

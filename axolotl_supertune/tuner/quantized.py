@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import quantized
 from ..ops import LowRank, Sparse
 from ..ops.reference import autocast_dtype
-from .layer import SupraLinear
+from .linear import SupraLinear
 
 
 class QuantizedSupraLinear(SupraLinear):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..ops.choice import requested
 from .compiled import number_of
 from .known import Known
-from .layer import SupraLinear
+from .linear import SupraLinear
 
 if TYPE_CHECKING:  # Triton may be absent
     from ..ops.fused import GatedMLP, Group

@@ -16,8 +16,9 @@ def load(rank, folder, mask_score, efficient):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from axolotl_supertune import SupertunePlugin
+    from axolotl_supertune.account import kernels
     from axolotl_supertune.checks import prepare
-    from axolotl_supertune.plugin import _kernels, _processes
+    from axolotl_supertune.plugin import _processes
     from axolotl_supertune.tuner import SupraLayer
 
     torch.manual_seed(0)
@@ -35,7 +36,7 @@ def load(rank, folder, mask_score, efficient):
     plugin._processes = _processes()
     plugin._windows = torch.randint(0, 61, (5, 16), generator=torch.Generator().manual_seed(3))
     adapted, config = plugin.load_adapter(model, cfg)
-    told = _kernels(adapted, cfg)
+    told = kernels(adapted, cfg)
     assert told.startswith("reference, not Triton: the kernels run on CUDA devices, not on cpu")
     assert ("(the gradient of U alone; FSDP gathers the weights in every pass)" in told) == bool(cfg.fsdp_config)
     layers = {name: module for name, module in adapted.named_modules() if isinstance(module, SupraLayer)}

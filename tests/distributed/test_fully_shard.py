@@ -141,7 +141,7 @@ def keeps_no_weight(rank, folder):
 
     Last, the weights that the reference would have saved: it keeps a reference to what FSDP frees and fills again.
     """
-    from axolotl_supertune.tuner import layer as tuner_layer
+    from axolotl_supertune.tuner import linear
 
     def setting(dtype=torch.float64, checkpointing=False, kind="one", **of_shard):
         model = build(dtype, gradient_checkpointing=checkpointing).to(dtype)
@@ -166,7 +166,7 @@ def keeps_no_weight(rank, folder):
         return found, saved, kinds, changed + [name for name, layer in layers.items() if layer._entry is not None]
 
     outcomes = [setting(**each) for each in SETTINGS]
-    gathered, tuner_layer.is_sharded = tuner_layer.is_sharded, lambda module: False
+    gathered, linear.is_sharded = linear.is_sharded, lambda module: False
     by_reference = shard(build(torch.float64).to(torch.float64))
     saved = []
     names = {layer.base_layer.weight.shape: name for name, layer in adapted_layers(by_reference).items()}
@@ -174,7 +174,7 @@ def keeps_no_weight(rank, folder):
         lambda tensor: saved.append(names.get(tensor.shape)) or tensor, lambda tensor: tensor
     ):
         step(by_reference, "one", slice(2 * rank, 2 * rank + 2))
-    tuner_layer.is_sharded = gathered
+    linear.is_sharded = gathered
     return outcomes, [name for name in saved if name]
 
 

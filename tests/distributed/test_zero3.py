@@ -178,9 +178,10 @@ def chosen(model, norms):
 def chooses(rank, folder):
     """Norms, supports and outputs of a model that no process holds, and how much of it was gathered at once."""
     from axolotl_supertune import calibrate
-    from axolotl_supertune.calibration import gathered_in_turn, model_fingerprint
+    from axolotl_supertune.calibration import model_fingerprint
+    from axolotl_supertune.layer_by_layer import gathered_in_turn
     from axolotl_supertune.processes import Processes
-    from axolotl_supertune.tuner.layer import SupraLinear
+    from axolotl_supertune.tuner.linear import SupraLinear
 
     deepspeed = start(rank)
     model = emptied(base(torch.float32), deepspeed)

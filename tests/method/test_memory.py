@@ -16,20 +16,10 @@ from axolotl_supertune.bench.job import model_config
 from axolotl_supertune.budget import budget_rows, layer_budget
 from axolotl_supertune.calibration import default_layers
 from axolotl_supertune.gradients import DENSE_BYTES
-from axolotl_supertune.memory import (
-    DENSE_GRADIENTS,
-    GIB,
-    OPTIMIZERS,
-    Calibration,
-    Engine,
-    GradientPass,
-    Step,
-    activation_bytes,
-    base_bytes,
-    estimate,
-)
+from axolotl_supertune.job import Calibration, Engine, GradientPass, Step
+from axolotl_supertune.memory import DENSE_GRADIENTS, GIB, OPTIMIZERS, activation_bytes, base_bytes, estimate
 from axolotl_supertune.ops.transient import BlockGradient
-from axolotl_supertune.plan import CHECKED, shape_of
+from axolotl_supertune.planned_job import CHECKED, shape_of
 from axolotl_supertune.tuner import SupraLayer
 
 BENCH = Path(__file__).parents[2] / "examples/bench"

@@ -7,8 +7,9 @@ import torch
 from click.testing import CliRunner
 
 from axolotl_supertune import ActivationNorms
-from axolotl_supertune.calibration import calibrate, streamed
+from axolotl_supertune.calibration import calibrate
 from axolotl_supertune.cli import supertune
+from axolotl_supertune.layer_by_layer import streamed
 
 
 @pytest.fixture

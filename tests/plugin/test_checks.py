@@ -8,14 +8,8 @@ import pytest
 from pydantic import BaseModel
 
 from axolotl_supertune import SupertunePlugin
-from axolotl_supertune.checks import (
-    OWN_KEYS,
-    SHARED_KEYS,
-    check_processes_know_each_other,
-    method_config,
-    on_cpus,
-    prepare,
-)
+from axolotl_supertune.checks import OWN_KEYS, SHARED_KEYS, method_config, prepare
+from axolotl_supertune.engine_checks import check_processes_know_each_other, on_cpus
 
 
 class OtherArgs(BaseModel):
@@ -272,7 +266,7 @@ FSDP2 = {"reshard_after_forward": True, "transformer_layer_cls_to_wrap": "LlamaD
     ids=str,
 )
 def test_what_fsdp2_cannot_do_is_refused(monkeypatch, changes, message):
-    monkeypatch.setattr("axolotl_supertune.checks.installed", lambda package: "0.21.0")
+    monkeypatch.setattr("axolotl_supertune.engine_checks.installed", lambda package: "0.21.0")
     with pytest.raises(ValueError, match=message):
         prepare(
             {"adapter": "supra", "supra_lambda": 1, "fsdp_version": 2, **changes}, KNOWN | {"torch_compile", "fsdp"}
@@ -281,10 +275,10 @@ def test_what_fsdp2_cannot_do_is_refused(monkeypatch, changes, message):
 
 def test_fsdp2_is_taken_from_axolotl_0_21_on(monkeypatch):
     cfg = {"adapter": "supra", "supra_lambda": 1, "fsdp_version": 2, "fsdp_config": dict(FSDP2)}
-    monkeypatch.setattr("axolotl_supertune.checks.installed", lambda package: "0.19.0")
+    monkeypatch.setattr("axolotl_supertune.engine_checks.installed", lambda package: "0.19.0")
     with pytest.raises(ValueError, match=r"FSDP2 does not work with adapter: supra under Axolotl 0\.19\.0: "):
         prepare(cfg, KNOWN)
-    monkeypatch.setattr("axolotl_supertune.checks.installed", lambda package: "0.21.0")
+    monkeypatch.setattr("axolotl_supertune.engine_checks.installed", lambda package: "0.21.0")
     prepare(cfg, KNOWN)
     prepare(cfg, KNOWN)
     assert cfg["fsdp_config"] == {**FSDP2, "state_dict_type": "FULL_STATE_DICT"}

@@ -403,9 +403,9 @@ def test_an_adapter_that_deepspeed_has_cast_stops_the_run(even_settings, launch_
 
 
 FAILS = """
-import axolotl_supertune.plugin as plugin
+import axolotl_supertune.new_adapter as new_adapter
 def fail(*args, **kwargs): raise MemoryError("no memory on this card")
-if os.environ["RANK"] == "1": plugin.calibrate = fail
+if os.environ["RANK"] == "1": new_adapter.calibrate = fail
 """
 
 
@@ -468,7 +468,7 @@ def test_unequal_supports_are_an_error_that_names_the_layer(adapted):
 def test_supports_of_a_model_on_the_cpu_are_chosen_on_the_process_s_gpu(base, monkeypatch, device, weights, chosen_on):
     from axolotl.utils.dict import DictDefault
 
-    from axolotl_supertune import SupertunePlugin, plugin
+    from axolotl_supertune import new_adapter
     from axolotl_supertune.checks import prepare
 
     class Seen(Exception):
@@ -477,14 +477,13 @@ def test_supports_of_a_model_on_the_cpu_are_chosen_on_the_process_s_gpu(base, mo
     def get_peft_model(model, config):
         raise Seen(config.support_device)
 
-    monkeypatch.setattr(plugin, "get_peft_model", get_peft_model)
+    monkeypatch.setattr(new_adapter, "get_peft_model", get_peft_model)
     cfg = DictDefault({"adapter": "supra", "mask_score": "magnitude", "seed": 0, "lora_target_linear": True})
     prepare(cfg, cfg.keys())
     cfg.device = device
-    plugin = SupertunePlugin()
-    plugin._processes = Processes(1.0, "")
+    model = AutoModelForCausalLM.from_pretrained(base).to(weights)
     with pytest.raises(Seen) as seen:
-        plugin._new_adapter(AutoModelForCausalLM.from_pretrained(base).to(weights), cfg)
+        new_adapter.make_adapter(model, cfg, Processes(1.0, ""), pytest.fail)
     assert seen.value.args == (chosen_on,)
 
 

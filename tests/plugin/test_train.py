@@ -112,8 +112,8 @@ def test_stop_and_resume_equals_not_stopping(settings, train, tmp_path, monkeypa
     def no_calibration(*args, **kwargs):
         raise AssertionError("a resumed run calibrates again")
 
-    monkeypatch.setattr("axolotl_supertune.plugin.calibrate", no_calibration)
-    monkeypatch.setattr("axolotl_supertune.plugin.calibration_windows", no_calibration)
+    monkeypatch.setattr("axolotl_supertune.new_adapter.calibrate", no_calibration)
+    monkeypatch.setattr("axolotl_supertune.new_adapter.calibration_windows", no_calibration)
     resumed = train({**stopped, "auto_resume_from_checkpoints": True})
     assert_equal_tensors(adapter_of(whole), adapter_of(stopped))
     assert losses(resumed) == losses(uninterrupted)
@@ -391,7 +391,7 @@ def test_saved_norms_are_used_again_and_refused_for_another_model(settings, trai
     first = settings(output_dir=str(tmp_path / "first"))
     train(first)
     path = str(tmp_path / "first" / "activation_norms.safetensors")
-    monkeypatch.setattr("axolotl_supertune.plugin.calibrate", None)
+    monkeypatch.setattr("axolotl_supertune.new_adapter.calibrate", None)
     again = settings(output_dir=str(tmp_path / "again"), calibration_dataset=None, calibration_path=path)
     train(again)
     assert_equal_tensors(adapter_of(first), adapter_of(again))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
+from nested import Nested
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -236,20 +237,6 @@ def test_an_output_that_no_folder_can_be_renamed_to_is_refused_before_all_work(m
     monkeypatch.setattr("axolotl_supertune.tuner.read_adapter", lambda folder: pytest.fail("work was done"))
     with pytest.raises(FileExistsError, match=r"--output .* is (a link|the current folder).*; name a new folder"):
         export_adapter(adapter, "shira", output)
-
-
-class Nested(torch.nn.Module):
-    """`lin` is the end of another layer's name."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lin = torch.nn.Linear(32, 32)
-        self.block = torch.nn.Module()
-        self.block.lin = torch.nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.block.lin(self.lin(x))
 
 
 def test_shira_adapts_no_layer_of_a_longer_name(tmp_path):

@@ -5,6 +5,7 @@ import inspect
 import numpy
 import pytest
 import torch
+from nested import Nested
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraModel
 
@@ -216,20 +217,6 @@ def test_weights_are_numbers_of_any_library(tiny_llama, weights, tmp_path):
     model.save_pretrained(tmp_path, selected_adapters=["sum"])
     saved = SupraConfig.from_pretrained(tmp_path / "sum").combination["weights"]
     assert saved == {"first": 0.5, "second": -2}
-
-
-class Nested(torch.nn.Module):
-    """`lin` is the end of another layer's name."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lin = torch.nn.Linear(32, 32)
-        self.block = torch.nn.Module()
-        self.block.lin = torch.nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.block.lin(self.lin(x))
 
 
 def test_a_sum_adapts_the_layers_of_its_parts_and_none_of_a_longer_name(tmp_path):

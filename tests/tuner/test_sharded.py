@@ -9,7 +9,7 @@ import torch
 from peft import get_peft_model
 
 from axolotl_supertune import SupraConfig, sharded
-from axolotl_supertune.tuner import layer as tuner_layer
+from axolotl_supertune.tuner import linear
 from axolotl_supertune.tuner.known import Known
 
 
@@ -37,7 +37,7 @@ def mark(request):
 @pytest.mark.parametrize("asked", ["auto", "triton", "reference"])
 def test_no_kernel_that_writes_into_weights_is_taken(layer, mark, monkeypatch, asked):
     monkeypatch.setenv("SUPERTUNE_KERNELS", asked)
-    monkeypatch.setattr(tuner_layer, "takes_kernels", lambda *args, **kwargs: pytest.fail("nobody is to ask"))
+    monkeypatch.setattr(linear, "takes_kernels", lambda *args, **kwargs: pytest.fail("nobody is to ask"))
     mark(layer)
     assert layer.known_layer(torch.zeros(1, 64)) is None
     assert not layer._compilable(torch.zeros(1, 64))

@@ -1,0 +1,225 @@
+"""New adapters: the config that the YAML describes, the norms that it calibrates, and one start in all processes."""
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from axolotl.common.datasets import load_datasets
+from axolotl.loaders import adapter as axolotl_adapter
+from axolotl.loaders import load_tokenizer
+from axolotl.loaders.adapter import _get_peft_task_type, find_all_linear_names
+from axolotl.utils.train import determine_last_checkpoint
+from peft import get_peft_model
+
+from . import checks
+from .account import training
+from .calibration import ActivationNorms, calibrate
+from .corpus import TRAINING_SET, batches_of, calibration_windows, training_windows
+from .layer_by_layer import gathered_in_turn, streamed
+from .processes import Processes
+from .sharded import by_zero3
+from .tuner import SupraConfig, SupraLayer
+from .tuner.base import base_quantization
+from .tuner.model import layer_budgets
+
+Windows = torch.Tensor | dict[str, torch.Tensor]
+
+
+def is_new(cfg: Any) -> bool:
+    """Whether a run makes an adapter: there is none to start from or to resume."""
+    return not (cfg.lora_model_dir or cfg.merge_lora or determine_last_checkpoint(cfg))
+
+
+def adapter_config(model: Any, cfg: Any) -> SupraConfig:
+    """The PEFT config that the YAML describes for this model."""
+    more = {"task_type": _get_peft_task_type(model), "base_quantization": base_quantization(model)}
+    return checks.method_config(cfg, **more, **_targets(model, cfg))
+
+
+def _targets(model: Any, cfg: Any) -> dict[str, Any]:
+    """The keys that Axolotl reads for LoRA, read the same way."""
+    modules = cfg.lora_target_modules or []
+    if cfg.lora_target_linear:
+        modules = sorted({*([modules] if isinstance(modules, str) else modules), *find_all_linear_names(model)})
+    return {
+        "target_modules": modules,
+        "exclude_modules": cfg.lora_exclude_modules or None,
+        "layers_to_transform": cfg.peft_layers_to_transform,
+        "layers_pattern": cfg.peft_layers_pattern,
+        "modules_to_save": cfg.lora_modules_to_save or None,
+    }
+
+
+def check_all_matched(cfg: Any, layers: Iterable[str]) -> None:
+    """Refuse a misspelt name in a list of target modules: the others would train without it."""
+    asked = cfg.lora_target_modules if isinstance(cfg.lora_target_modules, list) else []
+    idle = [name for name in asked if not any(layer == name or layer.endswith(f".{name}") for layer in layers)]
+    if idle:
+        kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+        raise ValueError(f"lora_target_modules: {idle[0]} matches no layer that is adapted ({', '.join(kinds)} are).")
+
+
+def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[..., ActivationNorms]) -> Any:
+    """The model with the adapter that the YAML describes, the same in all processes.
+
+    Args:
+        norms: (model, cfg, names of the layers, alone=) → their activation norms, if the support needs any. `alone`:
+            this process calls it and no other one does.
+
+    Raises:
+        ValueError: a name in lora_target_modules matches no layer, or there is no such adapter of this model.
+    """
+    config = adapter_config(model, cfg)
+    budgets = layer_budgets(model, config)
+    check_all_matched(cfg, budgets)
+    # Then process 0 alone holds weights to choose from, and FSDP sends them to the others when it shards.
+    alone = bool(cfg.fsdp_config and cfg.fsdp_config.cpu_ram_efficient_loading)
+    if alone and not processes.is_first:
+        config.support = "saved"
+    elif config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
+        config.activation_norms = norms(model, cfg, list(budgets), alone=alone)
+    if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
+        # What FSDP is to shard waits on the CPU, which chooses slowly.
+        config.support_device = cfg.device
+    seed = seed_of(cfg)
+    # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
+    if hasattr(axolotl_adapter, "reinit_lora_from_seed"):
+        _draw_by_name(adapted, seed)
+    if alone:
+        _take_supports_of_first(adapted, processes)
+    return adapted
+
+
+def seed_of(cfg: Any) -> int:
+    """The YAML's seed, or Axolotl's own."""
+    return checks.DEFAULT_SEED if cfg.seed is None else int(cfg.seed)
+
+
+def _take_supports_of_first(model: Any, processes: Processes) -> None:
+    """Give the adapters of all processes the supports that process 0 chose."""
+    config = model.peft_config["default"]
+    config.support = "select"  # chosen, by whichever process
+    config.calibration = processes.from_first(lambda: config.calibration)
+    layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
+    chosen = [layer for layer in layers if "default" in layer.supra_indices]
+    here = [layer.supra_indices["default"] for layer in chosen]
+    supports = [each.cpu() if processes.is_first else torch.empty(each.shape, dtype=each.dtype) for each in here]
+    processes.broadcast(supports)
+    if not processes.is_first:
+        for layer, support in zip(chosen, supports, strict=True):
+            layer.take_support("default", support)
+        for layer in layers:
+            layer.supra_unloaded.pop("default", None)
+
+
+def _draw_by_name(model: Any, seed: int) -> None:
+    """Draw every R from the seed and its layer's name, as Axolotl 0.21 draws LoRA's A: λ = 1 starts as LoRA does."""
+    for name, module in model.named_modules():
+        if not isinstance(module, SupraLayer):
+            continue
+        for adapter, R in module.supra_R.items():
+            digest = hashlib.sha256(f"{name}.{adapter}".encode()).digest()
+            own_seed = (seed + int.from_bytes(digest[:4], "little")) % (2**63 - 1)
+            generator = torch.Generator().manual_seed(own_seed)
+            drawn = torch.nn.init.kaiming_uniform_(torch.empty(R.shape), a=math.sqrt(5), generator=generator)
+            R.data.copy_(drawn)
+
+
+def windows_of_text(cfg: Any, model_config: Any, tokenizer: Any = None) -> torch.Tensor:
+    """The calibration windows that the keys describe, no longer than the model takes."""
+    return calibration_windows(
+        tokenizer or load_tokenizer(cfg),
+        cfg.calibration_dataset,
+        samples=cfg.calibration_samples,
+        sequence_len=window_length(cfg, model_config),
+        seed=cfg.calibration_seed,
+        split=cfg.calibration_split,
+        text_field=cfg.calibration_text_field,
+    )
+
+
+def windows_of_records(cfg: Any, model_config: Any) -> dict[str, torch.Tensor]:
+    """Records of the training set, as Axolotl prepares it and keeps it in dataset_prepared_path."""
+    records = load_datasets(cfg=cfg).train_dataset
+    return training_windows(
+        records["input_ids"],
+        samples=cfg.calibration_samples,
+        sequence_len=window_length(cfg, model_config),
+        seed=cfg.calibration_seed,
+    )
+
+
+def window_length(cfg: Any, model_config: Any) -> int:
+    """Tokens of a calibration window: calibration_sequence_len, or what the model takes if that is less."""
+    maximum = max_positions(model_config)
+    return int(cfg.calibration_sequence_len if maximum is None else min(cfg.calibration_sequence_len, maximum))
+
+
+def max_positions(model_config: Any) -> int | None:
+    """The longest sequence that a model takes, or None if its config does not say."""
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def measured_norms(
+    model: Any,
+    cfg: Any,
+    layers: list[str],
+    windows: Windows,
+    processes: Processes,
+    *,
+    stream: bool = False,
+    alone: bool = False,
+) -> tuple[ActivationNorms, float]:
+    """Norms on these windows, and the seconds that they took.
+
+    Args:
+        model, layers: the base model and the layers that are adapted.
+        windows: of `windows_of_text` or `windows_of_records`.
+        stream: the model lies on the CPU and stays there; its decoder layers visit the device one at a time.
+        alone: the other processes have no weights and do not call this; else each takes a part of the windows.
+    """
+    if not stream and torch.device(cfg.device).type != "cpu" and model.device.type == "cpu":
+        model.to(cfg.device)
+    provenance = {
+        "model": cfg.base_model,
+        "revision": cfg.revision_of_model,
+        "dataset": cfg.calibration_dataset,
+        "split": cfg.calibration_split,
+        "text_field": cfg.calibration_text_field,
+        "seed": cfg.calibration_seed,
+        "sequence_len": window_length(cfg, model.config),
+    }
+    if cfg.calibration_dataset == TRAINING_SET:
+        provenance["training_data"] = training(cfg)[0]["Training data"]
+    # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
+    batches = batches_of(windows, cfg.calibration_batch_size)
+    together, uncounted = by_zero3(model), []
+    if not alone:
+        parts = [batches[rank :: processes.world] for rank in range(processes.world)]
+        if together:  # whoever has one batch less still helps to gather
+            uncounted = batches[:1] * (len(parts[0]) - len(parts[processes.rank]))
+        batches = parts[processes.rank]
+    place: Any = streamed(model, cfg.device) if stream else contextlib.nullcontext()
+    start = time.perf_counter()
+    with gathered_in_turn(model) if together else place:
+        norms = calibrate(
+            model,
+            batches,
+            layers=layers,
+            provenance=provenance,
+            uncounted=uncounted,
+            total_tokens=sum(
+                int(batch["attention_mask"].sum()) if isinstance(batch, dict) else batch.numel() for batch in batches
+            ),
+            progress=processes.is_first,
+            sum_processes=None if alone else processes.sum,
+        )
+    return norms, time.perf_counter() - start

@@ -1,0 +1,284 @@
+"""SupraLinear: a linear layer with Ŵ = W + M⊙U + γ·L·R, and what computes it: kernels, compiler or reference."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
+from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
+from ..ops.reference import check_frozen
+from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
+from ..sharded import gathered_weight, is_sharded
+from .checkpoint import unpack_whole
+from .compiled import number_of
+from .known import Known
+from .layer import SupraLayer
+
+if TYPE_CHECKING:  # Triton may be absent
+    from ..ops.fused import Group
+    from ..ops.fused import Layer as KernelLayer
+    from ..ops.inplace import Entry, Sweep
+    from ..ops.kernels import Plan
+    from .shared import SharedInput
+
+
+def mixed_batch(adapter_names: Any) -> str:
+    """Why a batch of several adapters is refused."""
+    return (
+        f"adapter_names={adapter_names}: SUPRA cannot mix adapters within a batch, W + M⊙U is one weight for all of it"
+        ": switch with set_adapter."
+    )
+
+
+class SupraLinear(nn.Module, SupraLayer):
+    """`nn.Linear` with SUPRA adapters."""
+
+    def __init__(self, base_layer: nn.Linear, layer: str) -> None:
+        super().__init__()
+        SupraLayer.__init__(self, base_layer, layer)
+        # How the gradient of U is computed where the weight is not kept, by adapter, and the support it is made for.
+        self._gradients: dict[str, tuple[Tensor, SupportGradient]] = {}
+        # The fast path: what is written into the base weight, how its gradient is computed, who reads the same input.
+        self._entry: Entry | None = None
+        # One for training and one for evaluation: their dropouts differ.
+        self._known: dict[bool, Known] = {}
+        self._alone: dict[tuple[bool, bool], Group] = {}
+        self._plans: dict[str, Plan] = {}
+        self.sweep: Sweep | None = None
+        self.shared_input: SharedInput | None = None
+        self.shared_place = 0
+        # Its name among the operators of torch.compile; none before `share_work`.
+        self.number = -1
+        self.compiled_groups: dict[int, Group] = {}
+        self._arriving: list[str] = []
+        self.register_load_state_dict_post_hook(_accept_adapters)
+        self.register_state_dict_pre_hook(_restore_base)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x (..., b) → (..., c)."""
+        # The usual case first, without a look at anything else: it holds only where the kernels may compute.
+        if torch.compiler.is_compiling():
+            if self._compilable(x):
+                return torch.ops.axolotl_supertune.adapted_linear(x, self._trained(), self.number, self.out_features)[0]
+            if not self.disable_adapters and not self.merged:
+                return _uncompiled(self, x, *args, **kwargs)
+        if not kwargs and self.shared_input is not None:
+            y = self.shared_input.output(self, x)
+            if y is not None:
+                return y
+        names_in_batch = kwargs.pop("adapter_names", None)
+        if names_in_batch is not None:
+            raise ValueError(mixed_batch(names_in_batch))
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+            self.restore()
+            return self.base_layer(x, *args, **kwargs)
+        if self.merged:
+            return self.base_layer(x, *args, **kwargs)
+        group = self.own_group(x)
+        if group is not None:
+            return group(x)[0]
+        self.restore()
+        names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
+        if self.supra_unloaded:
+            self._check_loaded(names)
+        sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
+        if not sparse and not low_rank:
+            return self.base_layer(x, *args, **kwargs)
+        return self.computed(x, sparse, low_rank)
+
+    def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
+        """y with these parts, where no kernel computes it."""
+        base = self.base_layer
+        if not is_sharded(base):
+            return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
+        check_frozen(base.weight)
+        return self.transient(x, partial(gathered_weight, base, self.supra_layer), sparse, low_rank)
+
+    # The compiler breaks its graph here: it cannot look into what makes the weight, nor into what is made per layer.
+    @torch.compiler.disable
+    def transient(
+        self, x: Tensor, weight: Callable[[], Tensor], sparse: list[Sparse], low_rank: list[LowRank], **how: Any
+    ) -> Tensor:
+        """y with these parts of the active adapters, as `transient_linear`, for a weight that is not kept."""
+        active: Any = self.active_adapters
+        names = [name for name in active if name in self.supra_values]
+        gradients = [partial(self._support_gradient, name, self.supra_indices[name]) for name in names]
+        return transient_linear(x, weight, self.base_layer.bias, sparse, low_rank, gradients, **how)
+
+    def _support_gradient(self, adapter_name: str, indices: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        sampled = takes_sampled_products(x, x.dtype, shape, layer=self.supra_layer)
+        kind: Any = SampledGradient if sampled else BlockGradient
+        known = self._gradients.get(adapter_name)
+        if known is None or known[0] is not indices or type(known[1]) is not kind:
+            known = self._gradients[adapter_name] = (indices, kind(indices, shape))
+        return known[1](x, dy)
+
+    def kernel_layer(self, x: Tensor) -> "KernelLayer | None":
+        """This layer with its active adapter for the Triton kernels, U written into its weight.
+
+        None where something else computes it: adapters are off, merged or still to be loaded, or the reference path.
+        """
+        layer = self.known_layer(x)
+        if layer is not None:
+            assert self.sweep is not None
+            self.sweep.refresh(layer.entry)
+        return layer
+
+    def known_layer(self, x: Tensor) -> "KernelLayer | None":
+        """`kernel_layer` before anything is written."""
+        known = self._known.get(self.training)
+        if known is None or not known.holds(x):
+            if self._disable_adapters or self.merged_adapters or self.supra_unloaded:
+                return None
+            layer = self._new_kernel_layer(x)
+            if layer is None:
+                return None
+            known = self._known[self.training] = Known([self], x, layer)
+        found: KernelLayer = known.found
+        return found
+
+    def own_group(self, x: Tensor, *, whole_input: bool = False) -> "Group | None":
+        """`kernel_layer`, as the group of one that the fused functions take; `whole_input` keeps x as it is."""
+        layer = self.kernel_layer(x)
+        if layer is None:
+            return None
+        group = self._alone.get((self.training, whole_input))
+        if group is None or group.layers[0] is not layer:
+            from ..ops.fused import Group
+
+            group = self._alone[self.training, whole_input] = Group([layer], whole_input=whole_input)
+        return group
+
+    def thin_width(self) -> int:
+        """Columns of what the low-rank part leaves for its backward: the padded rank, or 0."""
+        from ..ops.kernels import padded_rank
+
+        names: Any = self.active_adapters
+        name = names[0]
+        return padded_rank(self.supra_R[name].shape[0]) if name in self.supra_R else 0
+
+    def _trained(self) -> list[Tensor]:
+        names: Any = self.active_adapters
+        name = names[0]
+        return [getattr(self, store)[name] for store in self.adapter_layer_names if name in getattr(self, store)]
+
+    def _compilable(self, x: Tensor) -> bool:
+        """Whether torch.compile may take this layer for one operator: where the kernels compute it, and it is plain."""
+        if self.number < 0 or self.disable_adapters or self.merged or self.supra_unloaded:
+            return False
+        if is_sharded(self.base_layer):
+            return False
+        names: Any = self.active_adapters
+        bias = self.base_layer.bias
+        if len(names) != 1 or (bias is not None and bias.requires_grad):
+            return False
+        if names[0] not in self.supra_values and names[0] not in self.supra_L:
+            return False
+        weight = self.base_layer.weight
+        parts = self.sparse_parts(names), self.low_rank_parts(names)
+        if tensor_obstacle(x, weight, *parts) is not None:
+            return False
+        return x.device.type == "cuda" or requested() == "triton"
+
+    def _new_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
+        base = self.base_layer
+        if is_sharded(base):
+            # In a forward it looks like any weight, but what is written into it is lost when it is freed.
+            if self._entry is not None and self._entry.written:
+                raise RuntimeError(
+                    f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
+                    "weights, and the shards hold them now. Call model.state_dict() before fully_shard, or "
+                    "deepspeed.initialize: it puts the weights back."
+                )
+            return None
+        names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
+        sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
+        if not sparse and not low_rank:
+            return None
+        if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
+            return None
+        from ..ops.fused import Layer
+        from ..ops.inplace import Entry, Sweep
+
+        values = plan = None
+        if sparse:
+            values = sparse[0].values
+            plan = self._plan(next(name for name in names if name in self.supra_values))
+        L, R, scaling, dropout = low_rank[0] if low_rank else (None, None, 1.0, 0.0)
+        operands = (base.weight, values, plan, L, R, scaling, compute_dtype(x, base.weight))
+        if self.sweep is None:
+            self.sweep = Sweep()
+        if self._entry is None or not self._entry.is_of(*operands):
+            self.restore()
+            self._entry = self.sweep.add(Entry(*operands))
+        return Layer(self._entry, base.bias, dropout)
+
+    def _plan(self, adapter_name: str) -> "Plan":
+        indices = self.supra_indices[adapter_name]
+        plan = self._plans.get(adapter_name)
+        if plan is None or plan.indices is not indices:
+            from ..ops.kernels import make_plan
+
+            plan = self._plans[adapter_name] = make_plan(indices, (self.out_features, self.in_features))
+        return plan
+
+    def restore(self) -> None:
+        # Training and evaluation may each have an entry of their own, where one runs under autocast.
+        for entry in (self._entry, *(known.found.entry for known in self._known.values())):
+            if entry is not None and entry.written:
+                entry.restore()
+
+    def forget(self) -> None:
+        self.restore()
+        self._entry = None
+        self._gradients.clear()
+        self._plans.clear()
+        self._known.clear()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.forget()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the base's own bits, and nothing that can be made again."""
+        self.restore()
+        made: dict[str, Any] = {"_known": {}, "_alone": {}, "compiled_groups": {}, "_plans": {}, "_gradients": {}}
+        return {**self.__dict__, "_entry": None, **made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.number >= 0:
+            self.number = number_of(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        unpack_whole(state_dict)  # done by now, unless there is no SupraModel around this layer
+        self._arriving = self.check_checkpoint(state_dict, prefix)
+        self.forget()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"supra.{super().__repr__()}"
+
+
+# The compiler breaks its graph here: it must look neither into launches of kernels nor into the reference's backward.
+@torch.compiler.disable
+def _uncompiled(layer: SupraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return layer.forward(x, *args, **kwargs)
+
+
+def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:
+    """Before the tensors are read: what is saved of the base is the base."""
+    module.restore()
+
+
+def _accept_adapters(module: SupraLinear, incompatible_keys: Any) -> None:
+    """After the tensors are in: what came whole may be used."""
+    for adapter in module._arriving:
+        module.supra_unloaded.pop(adapter, None)
+    module._arriving = []
