@@ -184,7 +184,7 @@ def _method(found: Any) -> str:
 def _method_of_scores(found: Any) -> str:
     counts = {each.metric.title: sum(c.metric is each.metric for c in found.comparisons) for each in found.comparisons}
     family = "; ".join(f"{title}: {count}" for title, count in counts.items())
-    from .findings import FEW_ITEMS
+    from .comparisons import FEW_ITEMS
 
     return (
         f"“Better” and “worse” stand only where the {CONFIDENCE:.0%} interval of the difference excludes 0. Those of "
