@@ -3,8 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from ..tasks.benchmarks import BENCHMARKS, find_benchmark
 from .choice import Choice, Trial, choose_rates
@@ -18,12 +21,13 @@ from .comparisons import (
     gold_nlls,
     seed_differences,
 )
-from .runs import SCORES_FILE, BenchmarkScores, Run, Scores, last_words, read_runs, read_scores
+from .runs import SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, last_words, read_runs, read_scores
 from .statistics import RESAMPLES
 
 # With what tables and figures take from here.
 __all__ = ["BUDGET_TOLERANCE", "METRICS", "Findings", "Result", "accuracies", "find", "gold_nlls"]
 
+GRID_FILE = "grid.json"
 # A trained count that is further from its budget is pointed out.
 BUDGET_TOLERANCE = 0.005
 _EDGES = {
@@ -40,7 +44,8 @@ _SHARED = {"base_models": "their base models", "datasets": "their data", "test_d
 @dataclass(frozen=True)
 class Findings:
     """
-    runs: all that ended, by method, rate, epochs and seed.
+    runs: all of the grid that ended, by method, rate, epochs and seed.
+    left_out: runs that ended, and that the grid no longer has.
     results: by epochs, the reference first, then by validation NLL.
     seed_differences: of all results but the reference's, in their order; empty without the reference.
     base: scores of the model before training.
@@ -49,6 +54,7 @@ class Findings:
     """
 
     runs: list[Run]
+    left_out: list[Run]
     choices: dict[tuple[str, float], Choice | None]
     results: list[Result]
     base: Scores | None
@@ -92,12 +98,56 @@ class Findings:
         return {kind: sorted(value for value in values if value) for kind, values in found.items()}
 
 
+class _Seeds(BaseModel):
+    seeds: list[int] = []
+
+
+class _GridOfRecord(_Seeds):
+    chosen: _Seeds
+
+
+class _FirstStageRun(BaseModel):
+    key: RunKey
+
+
+class _GridRecord(BaseModel):
+    """What of a grid.json says which runs it has."""
+
+    grid: _GridOfRecord
+    runs: list[_FirstStageRun]
+
+    @cached_property
+    def first_stage(self) -> set[RunKey]:
+        """Among which rates are chosen."""
+        return {run.key for run in self.runs}
+
+    @cached_property
+    def _rates(self) -> set[tuple[str, float, float]]:
+        return {(key.method, key.epochs, key.learning_rate) for key in self.first_stage}
+
+    def has(self, key: RunKey) -> bool:
+        """Whether it is of a stage of the grid, the first or a later one."""
+        seeds = (*self.grid.seeds, *self.grid.chosen.seeds)
+        return key.seed in seeds and (key.method, key.epochs, key.learning_rate) in self._rates
+
+
+def _read_grid(path: Path) -> _GridRecord:
+    try:
+        return _GridRecord.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no grid of a sweep ({error}); sweep again to have it written anew, or remove it: then every "
+            "run counts."
+        ) from error
+
+
 def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, seed: int = 0) -> Findings:
     """Read the records of a grid and work out everything that a report says.
 
     Args:
-        runs_dir: as grid.runs describes it; only run.json and scores.json are read, scores of chosen runs alone (and
-            config.yml, where a run.json does not say what was trained on what).
+        runs_dir: as grid.runs describes it. Of it are read grid.json, run.json, the scores.json of the base and of
+            chosen runs, and config.yml, where a run.json does not say what was trained on what. Rates are chosen as the
+            sweep chooses them, among the runs of grid.json's first stage; without a grid.json among all runs.
         reference: the method that all others are compared with.
         resamples, seed: of the bootstrap.
 
@@ -109,7 +159,17 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
         raise ValueError(
             f"{runs_dir} holds no run that finished (METHOD/lr…-ep…-seed…/run.json): train the grid first."
         )
-    choices = choose_rates(Trial.of(run) for run in runs)
+    grid = _read_grid(path) if (path := runs_dir / GRID_FILE).is_file() else None
+    left_out = [run for run in runs if grid is not None and not grid.has(run.key)]
+    runs = [run for run in runs if run not in left_out]
+    if not any(run.status == "done" for run in runs):
+        raise ValueError(
+            f"{runs_dir}: no run that finished is of the grid in {GRID_FILE}, which has no longer: {_named(left_out)}. "
+            "Sweep that grid first."
+        )
+    choices = choose_rates(Trial.of(run) for run in runs if grid is None or run.key in grid.first_stage)
+    unchosen = {(run.key.method, run.key.epochs): None for run in runs}  # where no run of the first stage ended
+    choices = dict(sorted((unchosen | choices).items()))
     results = []
     files: dict[Path, Scores] = {}
     for choice in choices.values():
@@ -135,7 +195,9 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
     benchmarks = _benchmarks(next(iter(files.values())).benchmarks) if files else {}
     comparisons = compare(results, reference, benchmarks, resamples, seed)
     by_seed = seed_differences(results, reference)
-    found = Findings(runs, choices, results, base, benchmarks, comparisons, by_seed, reference, resamples, seed, [])
+    found = Findings(
+        runs, left_out, choices, results, base, benchmarks, comparisons, by_seed, reference, resamples, seed, []
+    )
     found.notes.extend(_notes(found, runs_dir, files))
     return found
 
@@ -208,6 +270,8 @@ def _benchmarks(first: dict[str, BenchmarkScores]) -> dict[str, tuple[int, int |
 def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[str]:
     """In sentences, each with the runs or methods that it is about."""
     notes = []
+    if found.left_out:
+        notes.append(f"Left out, for {GRID_FILE} has them no longer: {_named(found.left_out)}.")
     for run in found.runs:
         name = run.key.folder.as_posix()
         if run.status == "failed":
@@ -302,6 +366,15 @@ def _notes_on_scores(found: Findings, files: dict[Path, Scores]) -> list[str]:
             for seeds, methods in others.items()
         ]
     return notes
+
+
+def _named(runs: Sequence[Run]) -> str:
+    """Runs by what they share but the seed."""
+    seeds: dict[Path, list[int]] = {}
+    for run in runs:
+        folder = run.key.folder
+        seeds.setdefault(folder.with_name(folder.name.rpartition("-seed")[0]), []).append(run.key.seed)
+    return ", ".join(f"{folder.as_posix()} (seed {_listed(each)})" for folder, each in seeds.items())
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -5,6 +5,7 @@ import functools
 import json
 import random
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import pytest
 import scipy.stats
 from click.testing import CliRunner
 from grid_records import SETUP, grid, make_run, make_scores, save_records
+from rich.console import Console
 
 from axolotl_supertune.grid.figures import figures
 from axolotl_supertune.grid.findings import find
+from axolotl_supertune.grid.jobs import Places
 from axolotl_supertune.grid.report import FIGURES, TABLES, report
 from axolotl_supertune.grid.runs import (
     SCORES_FILE,
@@ -29,6 +32,7 @@ from axolotl_supertune.grid.runs import (
     read_scores,
 )
 from axolotl_supertune.grid.statistics import Interval
+from axolotl_supertune.grid.sweep import Sweep
 from axolotl_supertune.grid.tables import latex, tables
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -133,6 +137,63 @@ def test_test_scores_have_no_say_in_the_rate(save):
     assert after.choices == before.choices
     assert [result.choice for result in after.results] == [result.choice for result in before.results]
     assert after.comparisons != before.comparisons
+
+
+LATER = {"seeds": [1, 2], "methods": ["lora"], "leading": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "left_out"),
+    [
+        # The choice moves to a rate that is better with seed 0 alone, so that all seeds have both rates.
+        ({"learning_rates": [1e-2]}, {"learning_rates": [1e-3, 1e-2]}, ""),
+        ({"learning_rates": [1e-4, 1e-2]}, {"learning_rates": [1e-2]}, "lora/lr0.0001-ep1 (seed 0, 1, 2)"),
+        ({"epochs": [1, 3]}, {}, "lora/lr0.001-ep3 (seed 0, 1, 2)"),
+        ({}, {"methods": {"lora": {"adapter": "lora"}}}, "magnitude/lr0.001-ep1 (seed 0, 1, 2)"),
+        ({}, {"chosen": {}}, "lora/lr0.001-ep1 (seed 1, 2), magnitude/lr0.001-ep1 (seed 1, 2)"),
+        ({"seeds": [0, 1], "chosen": {}}, {"chosen": {}}, "lora/lr0.001-ep1 (seed 1)"),
+    ],
+)
+def test_the_report_is_of_the_grid_and_chooses_as_the_sweep_does(stage, write_grid, before, after, left_out):
+    stage.plan["nll"] = {"lora 0.0001 0": 0.5, "lora 0.001 0": 0.9, "lora 0.001 1": 2.0, "lora 0.001 2": 2.0}
+    usual = {"learning_rates": [1e-3], "chosen": LATER}
+    for keys in (before, after):
+        assert stage.sweep(write_grid(**{**usual, **keys}))
+    sweep = Sweep(stage.folder / "grid.yml", Places(()), Console(quiet=True))
+    found = find(Path("runs"), resamples=100)
+    assert found.choices == sweep.choices()
+    reported = {run.key for result in found.results for run in result.runs.values()}
+    assert reported == set(sweep.best())
+    assert {key for key in reported if key.seed} or "chosen" in after
+    said = [note for note in found.notes if note.startswith("Left out")]
+    assert bool(said) == bool(left_out)
+    assert left_out in "".join(said)
+    assert {run.key for run in [*found.runs, *found.left_out]} == {run.key for run in read_runs(Path("runs"))}
+
+
+def test_without_a_grid_every_run_counts(stage, write_grid):
+    for rates in ([1e-4], [1e-3]):
+        assert stage.sweep(write_grid(learning_rates=rates))
+    (grid_file := Path("runs") / "grid.json").unlink()
+    assert find(Path("runs"), resamples=100).choices["lora", 1].tried == (1e-4, 1e-3)
+    grid_file.write_text('{"format": 1}')
+    assert "grid.json is no grid of a sweep" in run_report("runs").output
+
+
+def test_a_grid_without_finished_runs_has_no_report(stage, write_grid):
+    assert stage.sweep(write_grid())
+    stage.plan["behaviour"] = {"other 0.001 0": "fail"}
+    assert not stage.sweep(write_grid(methods={"other": {"adapter": "lora"}}, learning_rates=[1e-3]))
+    assert "no run that finished is of the grid in grid.json" in run_report("runs").output
+
+
+def test_a_method_whose_first_stage_is_gone_is_named(stage, write_grid):
+    """Its other seeds alone are there: no rate can be chosen among them."""
+    assert stage.sweep(write_grid(learning_rates=[1e-3], chosen=LATER))
+    shutil.rmtree(Path("runs") / "magnitude" / "lr0.001-ep1-seed0")
+    result = run_report("runs", "--resamples", 100)
+    assert result.exit_code == 0, result.output
+    assert "No rate could be chosen for magnitude" in result.output
 
 
 def hand(key, correct, strict, nll):
