@@ -157,14 +157,17 @@ def accuracies(scores: Sequence[Scores], rule: str = "correct", clean: bool = Fa
 
 
 def gold_nlls(scores: Sequence[Scores]) -> dict[str, Array]:
-    """NLL of the gold targets in nats a token, (models,), by benchmark; `pooled` over all targets."""
+    """NLL of the gold targets in nats a token, (models,), by benchmark; `pooled` over all targets.
+
+    Left out are benchmarks in which one of the models has a value that is not finite; then there is no `pooled` either.
+    """
     sums = {}
     for name in scores[0].benchmarks if scores else ():
         each = [scored.benchmarks[name] for scored in scores]
         if each[0].gold_tokens:
             sums[name] = np.array([sum(one.gold_nll) for one in each]), sum(each[0].gold_tokens)
-    found = {name: nll / tokens for name, (nll, tokens) in sums.items()}
-    if found:
+    found = {name: nll / tokens for name, (nll, tokens) in sums.items() if np.isfinite(nll).all()}
+    if found and len(found) == len(sums):
         totals = np.sum([nll for nll, _ in sums.values()], axis=0)
         found["pooled"] = totals / sum(tokens for _, tokens in sums.values())
     return found
@@ -172,6 +175,12 @@ def gold_nlls(scores: Sequence[Scores]) -> dict[str, Array]:
 
 def _bits(text: str) -> Array:
     return np.frombuffer(text.encode("ascii"), dtype=np.uint8).astype(np.float64) - ord("0")
+
+
+def has_values(metric: Metric, result: Result) -> bool:
+    """Whether all its scores can be compared by the metric."""
+    scores = list(result.scores.values())
+    return bool(scores) and (metric.name != "gold_nll" or "pooled" in gold_nlls(scores))
 
 
 def compare(
@@ -185,7 +194,7 @@ def compare(
     for metric in METRICS:
         of_metric: list[Comparison] = []
         for epochs in dict.fromkeys(each.epochs for each in results):
-            scored = [each for each in results if each.epochs == epochs and each.scores]
+            scored = [each for each in results if each.epochs == epochs and has_values(metric, each)]
             against = next((each for each in scored if each.method == reference), None)
             others = [each for each in scored if each is not against]
             if against is None or not others:

@@ -1,5 +1,6 @@
 """What the runs of a grid show: rates, results, differences to the reference, and everything that is missing."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -294,7 +295,7 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
             notes.append(f"{text}: {', '.join(rates)}.")
     for result in found.results:
         notes += _notes_on(result, found)
-    notes += _notes_on_scores(found, files)
+    notes += _notes_on_scores(found, runs_dir, files)
     if any(run.jobs_per_gpu > 1 for result in found.results for run in result.runs.values()):
         notes.append(
             "Times marked ‡ are of runs that shared their device with others: they are comparable with no others, each "
@@ -332,7 +333,7 @@ def _notes_on(result: Result, found: Findings) -> list[str]:
     return notes
 
 
-def _notes_on_scores(found: Findings, files: dict[Path, Scores]) -> list[str]:
+def _notes_on_scores(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[str]:
     if not found.benchmarks:
         return ["No scores yet: this is the training stage alone, without accuracies and without comparisons."]
     notes = []
@@ -347,8 +348,17 @@ def _notes_on_scores(found: Findings, files: dict[Path, Scores]) -> list[str]:
         )
     elif empty := [name for name, (_, clean) in found.benchmarks.items() if clean == 0]:
         notes.append(f"No clean item in {', '.join(empty)}: there is no mean over clean items.")
-    if not any(gold_nlls([scores]) for scores in files.values()):
+    if not any(each.gold_tokens for scores in files.values() for each in scores.benchmarks.values()):
         notes.append("The gold targets were not scored (supertune_math_ppl).")
+    for path, scores in sorted(files.items()):
+        names = [name for name in found.benchmarks if not all(map(math.isfinite, scores.benchmarks[name].gold_nll))]
+        if names:
+            key, file = scores.key, path.relative_to(runs_dir).as_posix()
+            whose = "the model before training" if key is None else found.name(key.method, key.epochs)
+            notes.append(
+                f"Not finite: gold NLL of {', '.join(names)} in {file}: the gold NLL of {whose} is left out, and "
+                "compared with none."
+            )
     for epochs in dict.fromkeys(each.epochs for each in found.results):
         against = next((r for r in found.results if (r.method, r.epochs) == (found.reference, epochs)), None)
         if against is None or not against.scores:

@@ -407,6 +407,32 @@ def test_without_contamination_report_or_gold_targets(save):
     assert run_report(runs_dir).exit_code == 0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("whose", ["super", "lora", "base"])
+def test_a_gold_nll_that_is_not_finite_is_named_and_compared_with_none(save, bad, whose):
+    """It is in one of two seeds; the accuracies are as good as ever, and so is the other benchmark's NLL."""
+    runs = [make_run(method, 1e-4, seed) for method in ("lora", "super", "supra") for seed in (0, 1)]
+    scored = {run.key: make_scores(run.key, 0.5) for run in runs}
+    scored[None] = make_scores(None, 0.1)
+    damaged = next(key for key in reversed(scored) if (key.method if key else "base") == whose)
+    scored[damaged].benchmarks["AddSub"].gold_nll[3] = bad
+    runs_dir = save(*((run, scored[run.key]) for run in runs), base=scored[None])
+    path = (damaged.folder if damaged else Path("base")) / SCORES_FILE
+    assert f"Not finite: gold NLL of AddSub in {path.as_posix()}: the gold NLL of" in notes(runs_dir)
+    assert "The gold targets were not scored" not in notes(runs_dir)
+    found = find(runs_dir, resamples=100)
+    compared = {"super": {"supra"}, "lora": set(), "base": {"super", "supra"}}[whose]
+    assert {each.result.method for each in found.comparisons if each.metric.name == "gold_nll"} == compared
+    assert {each.result.method for each in found.comparisons if each.metric.name == "accuracy"} == {"super", "supra"}
+    made = tables_of(runs_dir)
+    shown = {record["method"]: record for record in made["summary"].records}
+    assert [name for name, record in shown.items() if record["gold_nll"] is None] == [whose]
+    assert [row["benchmark"] for row in made["perplexity"].records if row["method"] == whose] == ["AQuA"]
+    assert run_report(runs_dir, "--resamples", 100).exit_code == 0
+    for file in (runs_dir / "report").glob("*.[cjm][ssd]*"):
+        assert not re.search(r"\b(nan|inf)\b", file.read_text(encoding="utf-8"), re.IGNORECASE), file.name
+
+
 def test_benchmark_without_a_clean_item(save):
     runs = [make_run(method, 1e-4) for method in ("lora", "super")]
     scored = [make_scores(run.key, 0.5, items=(("AddSub", 40), ("AQuA", 1))) for run in runs]
