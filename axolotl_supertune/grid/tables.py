@@ -55,13 +55,15 @@ def summary(found: Findings) -> Table:
     """One line a method."""
     headings = [*_HEAD, "seeds", "validation NLL"]
     if found.benchmarks:
-        headings += ["mean accuracy, %", "strict rule, %", "gold NLL", "perplexity"]
+        headings += [_SCORED, "mean accuracy, %", "strict rule, %", "gold NLL", "perplexity"]
     rows, records = [], []
     for line in _lines(found, always_base=found.base_validation_nll is not None):
         nll = line.validation_nll
         cells = [*line.cells, str(line.seeds) if line.seeds else "–", _shown(nll, "{:.4f}")]
         record = line.record | {"seeds": line.seeds} | _spread("validation_nll", nll)
         if found.benchmarks:
+            cells.append(line.scored)
+            record |= line.scored_record
             for rule in _RULES:
                 both = [spread(_shares(line.scores, rule, clean).get("mean", ())) for clean in (False, True)]
                 cells.append(_both(*both))
@@ -162,19 +164,21 @@ def accuracy(found: Findings, rule: str) -> Table:
     rows, records = [], []
     for line in _lines(found):
         both = [_shares(line.scores, rule, clean) for clean in (False, True)]
-        rows.append([*line.cells, *(_both(*(spread(part.get(name, ())) for part in both)) for name in names)])
+        rows.append(
+            [*line.cells, line.scored, *(_both(*(spread(part.get(name, ())) for part in both)) for name in names)]
+        )
         for name in names:
             counts = found.benchmarks.get(name, (None, None))
             for items, count, part in zip(("all", "clean"), counts, both, strict=True):
                 if name in part:
                     record = line.record | {"benchmark": name, "rule": rule, "items": items, "n": count}
-                    records.append(record | _spread("accuracy", spread(part[name])))
+                    records.append(record | line.scored_record | _spread("accuracy", spread(part[name])))
     sizes = [
         f"{name} ({count} / {'–' if clean is None else clean})" for name, (count, clean) in found.benchmarks.items()
     ]
     which = {"published": "the published rule", "strict": "the corrected (strict) rule"}[rule]
     title = f"Accuracy by {which}, %, all / clean items (their number at the head)"
-    return Table(f"accuracy_{rule}", title, [*_HEAD, *sizes, "mean"], rows, records)
+    return Table(f"accuracy_{rule}", title, [*_HEAD, _SCORED, *sizes, "mean"], rows, records)
 
 
 def perplexity(found: Findings) -> Table:
@@ -186,13 +190,15 @@ def perplexity(found: Findings) -> Table:
         cells = [
             f"{_shown(spread(nlls.get(n, ())), '{:.4f}')} ({_shown(_perplexity(nlls, n), '{:.3f}')})" for n in names
         ]
-        rows.append([*line.cells, *cells])
+        rows.append([*line.cells, line.scored, *cells])
         for name in names:
             if name in nlls:
-                record = line.record | {"benchmark": name} | _spread("gold_nll", spread(nlls[name]))
+                record = (
+                    line.record | {"benchmark": name} | line.scored_record | _spread("gold_nll", spread(nlls[name]))
+                )
                 records.append(record | _spread("perplexity", _perplexity(nlls, name)))
     title = "NLL of the gold targets, nats a token (perplexity); pooled over all targets, weighted by tokens"
-    return Table("perplexity", title, [*_HEAD, *names], rows, records)
+    return Table("perplexity", title, [*_HEAD, _SCORED, *names], rows, records)
 
 
 def cost(found: Findings) -> Table:
@@ -342,6 +348,8 @@ def _tex(text: str) -> str:
 
 
 _HEAD = ["method", "epochs", "learning rate"]
+# Over which the scores' ± is, where not all seeds that were trained were scored.
+_SCORED = "seeds scored"
 # Headings of columns that are set flush left.
 _TEXT = {"method", "of", "verdict", "by seed"}
 
@@ -355,6 +363,14 @@ class _Line:
     seeds: int | None
     validation_nll: Spread | None
     scores: list[Scores]
+
+    @property
+    def scored(self) -> str:
+        return str(len(self.scores)) if self.seeds else "–"
+
+    @property
+    def scored_record(self) -> Record:
+        return {"scored_seeds": len(self.scores) if self.seeds else None}
 
     @classmethod
     def of(cls, result: Result) -> "_Line":

@@ -244,6 +244,28 @@ def test_the_numbers_by_hand(save):
     assert "AddSub (4 / 3)" in made["accuracy_published"].headings
 
 
+def test_the_seeds_behind_scores_are_counted(save):
+    """Three seeds of lora were trained and two scored, one of super, none of rosa."""
+    runs = [make_run("lora", 1e-4, seed) for seed in range(3)] + [make_run("super", 1e-4), make_run("rosa", 1e-4)]
+    scored = [make_scores(run.key, 0.5) if run.key.seed < 2 and run.key.method != "rosa" else None for run in runs]
+    runs_dir = save(*zip(runs, scored, strict=True), base=make_scores(None, 0.1))
+    counts = {"base": None, "lora": 2, "super": 1, "rosa": 0}
+    made = tables_of(runs_dir)
+    assert {row["method"]: row["seeds"] for row in made["summary"].records}["lora"] == 3
+    for name in ("summary", "accuracy_published", "accuracy_strict", "perplexity"):
+        table = made[name]
+        found = {row["method"]: row["scored_seeds"] for row in table.records}
+        assert found == {method: counts[method] for method in found}, name
+        assert set(found) >= {"base", "lora", "super"}
+        at = table.headings.index("seeds scored")
+        assert {row[0].split()[0]: row[at] for row in table.rows} == {
+            method: "–" if count is None else str(count) for method, count in counts.items()
+        }
+    for path in runs_dir.rglob(SCORES_FILE):
+        path.unlink()
+    assert "seeds scored" not in tables_of(runs_dir)["summary"].headings
+
+
 def test_validation_nlls_are_compared_on_the_seeds_that_both_have(save):
     """No test score is needed; a seed of one method alone, and a run that diverged, are left out."""
     nlls = {
