@@ -1,5 +1,6 @@
 """What the runs of a grid show: rates, results, differences to the reference, and everything that is missing."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from ..tasks.benchmarks import BENCHMARKS, find_benchmark
@@ -22,13 +24,15 @@ from .comparisons import (
     gold_nlls,
     seed_differences,
 )
-from .runs import SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, last_words, read_runs, read_scores
+from .runs import CONFIG_FILE, SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, last_words, read_runs, read_scores
 from .statistics import RESAMPLES
 
 # With what tables and figures take from here.
 __all__ = ["BUDGET_TOLERANCE", "METRICS", "Findings", "Result", "accuracies", "find", "gold_nlls"]
 
 GRID_FILE = "grid.json"
+# Keys of a config.yml in which runs of one method at one rate may differ: the seed, and where things lie.
+_OF_ONE_RUN = {"seed", "output_dir", "dataset_prepared_path", "calibration_path"}
 # A trained count that is further from its budget is pointed out.
 BUDGET_TOLERANCE = 0.005
 _EDGES = {
@@ -147,8 +151,9 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
 
     Args:
         runs_dir: as grid.runs describes it. Of it are read grid.json, run.json, the scores.json of the base and of
-            chosen runs, and config.yml, where a run.json does not say what was trained on what. Rates are chosen as the
-            sweep chooses them, among the runs of grid.json's first stage; without a grid.json among all runs.
+            chosen runs, and their config.yml (others only where a run.json does not say what was trained on what).
+            Rates are chosen as the sweep chooses them, among the runs of grid.json's first stage; without a grid.json
+            among all runs.
         reference: the method that all others are compared with.
         resamples, seed: of the bootstrap.
 
@@ -281,7 +286,7 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
             notes.append(f"Without a validation NLL, and so never chosen: {name}.")
         elif not Trial.of(run).usable:
             notes.append(f"Diverged: {name}: validation NLL {run.validation_nll}.")
-    unfinished = {path.parent for path in runs_dir.glob("*/*/config.yml")} - {
+    unfinished = {path.parent for path in runs_dir.glob(f"*/*/{CONFIG_FILE}")} - {
         runs_dir / r.key.folder for r in found.runs
     }
     notes += [f"Not finished: {path.relative_to(runs_dir).as_posix()}." for path in sorted(unfinished)]
@@ -294,7 +299,7 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
             rates = (f"{found.name(each.method, each.epochs)} ({each.learning_rate:g})" for each in at_edge)
             notes.append(f"{text}: {', '.join(rates)}.")
     for result in found.results:
-        notes += _notes_on(result, found)
+        notes += _notes_on(result, found, runs_dir)
     notes += _notes_on_scores(found, runs_dir, files)
     if any(run.jobs_per_gpu > 1 for result in found.results for run in result.runs.values()):
         notes.append(
@@ -315,7 +320,7 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
     return notes
 
 
-def _notes_on(result: Result, found: Findings) -> list[str]:
+def _notes_on(result: Result, found: Findings, runs_dir: Path) -> list[str]:
     choice, name = result.choice, found.name(result.method, result.epochs)
     notes = []
     started = {run.key.seed for run in found.runs if (run.key.method, run.key.epochs) == (choice.method, choice.epochs)}
@@ -323,6 +328,11 @@ def _notes_on(result: Result, found: Findings) -> list[str]:
         notes.append(f"Missing seeds: {name}: {_listed(missing)} at {choice.learning_rate:g}.")
     if found.benchmarks and (unscored := sorted(result.runs.keys() - result.scores.keys())):
         notes.append(f"Not scored: {name}: seed {_listed(unscored)}.")
+    if differing := _differing_settings(result, runs_dir):
+        notes.append(
+            f"Runs of {name} at {choice.learning_rate:g} differ in their settings ({differing}), so that its means mix "
+            "them."
+        )
     for run in result.runs.values():
         trained, budget = run.trainable_parameters, run.budget_parameters
         if trained is not None and budget and abs(trained / budget - 1) > BUDGET_TOLERANCE:
@@ -331,6 +341,31 @@ def _notes_on(result: Result, found: Findings) -> list[str]:
                 f"parameters trained, {budget:,} allowed ({trained / budget:.2%})."
             )
     return notes
+
+
+def _differing_settings(result: Result, runs_dir: Path) -> str:
+    """Keys of config.yml that are not alike in all its runs, with their values; "" where all are."""
+    files = {seed: runs_dir / run.key.folder / CONFIG_FILE for seed, run in result.runs.items()}
+    settings = {seed: _read_settings(path) for seed, path in files.items() if path.is_file()}
+    differing = []
+    for key in sorted({key for each in settings.values() for key in each} - _OF_ONE_RUN):
+        seeds: dict[str, list[int]] = {}
+        for seed, each in settings.items():
+            value = json.dumps(each[key], ensure_ascii=False, default=str) if key in each else "absent"
+            seeds.setdefault(value, []).append(seed)
+        if len(seeds) > 1:
+            differing.append(f"{key}: " + ", ".join(f"{value} (seed {_listed(of)})" for value, of in seeds.items()))
+    return "; ".join(differing)
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is no YAML ({error}); put it back, or remove it.") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds {type(loaded).__name__}, not keys with values; put it back, or remove it.")
+    return loaded
 
 
 def _notes_on_scores(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[str]:

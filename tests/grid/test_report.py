@@ -13,6 +13,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import scipy.stats
+import yaml
 from click.testing import CliRunner
 from grid_records import SETUP, grid, make_run, make_scores, save_records
 from rich.console import Console
@@ -551,6 +552,33 @@ def test_runs_of_different_models_data_and_budgets_are_pointed_out(save):
     assert "Runs differ in their data" not in text
     assert "Budgets differ between methods: from 500 to 1,000 parameters." in text
     assert heading(runs_dir)["Budget"] == r"500 to 1,000 parameters (lora\_r 4; lora\_r 8)"
+
+
+def write_settings(runs_dir, run, **settings):
+    folder = run.key.folder.as_posix()
+    own = {"seed": run.key.seed, "output_dir": f"runs/{folder}/adapter", "dataset_prepared_path": f"p{run.key.seed}"}
+    (runs_dir / folder / "config.yml").write_text(yaml.safe_dump({**own, **settings}))
+
+
+def test_settings_that_differ_between_the_seeds_of_a_method_are_named(save):
+    runs = [make_run(method, 1e-4, seed) for method in ("lora", "super") for seed in range(3)]
+    runs_dir = save(*((run, None) for run in runs))
+    for run in runs:
+        write_settings(runs_dir, run, micro_batch_size=4, calibration_path=f"c{run.key.seed}", adapter=run.key.method)
+    assert "differ in their settings" not in notes(runs_dir)
+    other = {"micro_batch_size": 8, "datasets": [{"path": "a.jsonl"}], "adapter": "super"}
+    write_settings(runs_dir, runs[3], **other)
+    assert (
+        "Runs of super at 0.0001 differ in their settings "
+        '(datasets: [{"path": "a.jsonl"}] (seed 0), absent (seed 1, 2); micro_batch_size: 8 (seed 0), 4 (seed 1, 2)), '
+        "so that its means mix them."
+    ) in notes(runs_dir)
+    assert "Runs of lora" not in notes(runs_dir)
+    for content in ("- no mapping", "a: [", "\0"):
+        (path := runs_dir / runs[3].key.folder / "config.yml").write_text(content)
+        result = run_report(runs_dir)
+        assert result.exit_code == 1
+        assert str(path) in result.output
 
 
 def test_a_setup_is_what_the_yaml_names():
