@@ -197,6 +197,11 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
     base = None
     if (path := runs_dir / "base" / SCORES_FILE).is_file():
         base = files[path] = read_scores(path)
+        if base.key is not None:
+            raise ValueError(
+                f"{path} is of the run {base.key.folder}, not of the model before training; remove it and sweep again "
+                "to have that scored."
+            )
     _check_same_questions(files)
     benchmarks = _benchmarks(next(iter(files.values())).benchmarks) if files else {}
     comparisons = compare(results, reference, benchmarks, resamples, seed)

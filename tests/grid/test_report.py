@@ -659,6 +659,15 @@ def test_damaged_records_are_named(small):
     assert "is not of the run beside it" in run_report(small).output
 
 
+def test_scores_of_a_run_are_not_those_of_the_base(small):
+    scored = small / "lora" / "lr0.0005-ep1-seed1" / SCORES_FILE
+    shutil.copy(scored, small / "base" / SCORES_FILE)
+    result = run_report(small)
+    assert result.exit_code == 1
+    assert f"{small / 'base' / SCORES_FILE} is of the run lora/lr0.0005-ep1-seed1, not of the model" in result.output
+    assert not (small / "report").exists()
+
+
 def test_latex_is_escaped_and_whole(save):
     run = make_run("lo_ra&50%", 5e-4)
     found = find(save((run, make_scores(run.key, 0.5))))
