@@ -73,6 +73,7 @@ class Result:
 class Comparison:
     """A method against the reference of the same number of epochs.
 
+    reference: None: the model before training.
     by_seed: the difference within each seed that both were scored with.
     holm: p, adjusted for all comparisons of this metric.
     items: that were resampled; of the smallest benchmark, where benchmarks are averaged.
@@ -80,7 +81,7 @@ class Comparison:
 
     metric: Metric
     result: Result
-    reference: Result
+    reference: Result | None
     interval: Interval
     by_seed: dict[int, float]
     holm: float
@@ -177,9 +178,8 @@ def _bits(text: str) -> Array:
     return np.frombuffer(text.encode("ascii"), dtype=np.uint8).astype(np.float64) - ord("0")
 
 
-def has_values(metric: Metric, result: Result) -> bool:
-    """Whether all its scores can be compared by the metric."""
-    scores = list(result.scores.values())
+def has_values(metric: Metric, scores: Sequence[Scores]) -> bool:
+    """Whether there are scores, and all of them can be compared by the metric."""
     return bool(scores) and (metric.name != "gold_nll" or "pooled" in gold_nlls(scores))
 
 
@@ -190,29 +190,64 @@ def compare(
     resamples: int,
     seed: int,
 ) -> list[Comparison]:
+    """All others with the reference; p is adjusted for all comparisons of a metric."""
     found = []
     for metric in METRICS:
         of_metric: list[Comparison] = []
         for epochs in dict.fromkeys(each.epochs for each in results):
-            scored = [each for each in results if each.epochs == epochs and has_values(metric, each)]
-            against = next((each for each in scored if each.method == reference), None)
-            others = [each for each in scored if each is not against]
-            if against is None or not others:
-                continue
-            strata = [_stratum(metric, name, others, against) for name in benchmarks]
-            if metric.combine == "pooled":
-                strata = [each for each in strata if len(each.weights)]
-            if not strata or not all(len(each.weights) for each in strata):
-                continue
-            intervals = paired_bootstrap(strata, metric.combine, resamples=resamples, seed=seed)
-            items = (sum if metric.combine == "pooled" else min)(len(each.weights) for each in strata)
-            of_metric += [
-                Comparison(metric, each, against, interval, _by_seed(metric, each, against), math.nan, items)
-                for each, interval in zip(others, intervals, strict=True)
-            ]
-        adjusted = holm([each.interval.p for each in of_metric])
-        found += [replace(each, holm=p) for each, p in zip(of_metric, adjusted, strict=True)]
+            of_epochs = [each for each in results if each.epochs == epochs]
+            against = next((each for each in of_epochs if each.method == reference), None)
+            if against is not None:
+                others = [each for each in of_epochs if each is not against]
+                of_metric += _compared(metric, others, against, against.scores, benchmarks, resamples, seed)
+        found += _adjusted(of_metric)
     return found
+
+
+def compare_with_base(
+    results: Sequence[Result],
+    base: Scores,
+    benchmarks: dict[str, tuple[int, int | None]],
+    resamples: int,
+    seed: int,
+) -> list[Comparison]:
+    """All results with the model before training, which is the same for every seed; a metric is a family of its own."""
+    found = []
+    for metric in METRICS:
+        theirs = dict.fromkeys((at for each in results for at in each.scores), base)
+        found += _adjusted(_compared(metric, results, None, theirs, benchmarks, resamples, seed))
+    return found
+
+
+def _compared(
+    metric: Metric,
+    others: Sequence[Result],
+    against: Result | None,
+    theirs: dict[int, Scores],
+    benchmarks: dict[str, tuple[int, int | None]],
+    resamples: int,
+    seed: int,
+) -> list[Comparison]:
+    """`theirs`: of `against`, by seed. None where nothing can be compared; p not adjusted yet."""
+    others = [each for each in others if has_values(metric, list(each.scores.values()))]
+    if not others or not has_values(metric, list(theirs.values())):
+        return []
+    strata = [_stratum(metric, name, others, list(theirs.values())) for name in benchmarks]
+    if metric.combine == "pooled":
+        strata = [each for each in strata if len(each.weights)]
+    if not strata or not all(len(each.weights) for each in strata):
+        return []
+    intervals = paired_bootstrap(strata, metric.combine, resamples=resamples, seed=seed)
+    items = (sum if metric.combine == "pooled" else min)(len(each.weights) for each in strata)
+    return [
+        Comparison(metric, each, against, interval, _by_seed(metric, each.scores, theirs), math.nan, items)
+        for each, interval in zip(others, intervals, strict=True)
+    ]
+
+
+def _adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    adjusted = holm([each.interval.p for each in comparisons])
+    return [replace(each, holm=p) for each, p in zip(comparisons, adjusted, strict=True)]
 
 
 def seed_differences(results: Sequence[Result], reference: str) -> list[SeedDifference]:
@@ -234,28 +269,25 @@ def _validation_nlls(result: Result) -> dict[int, float]:
     return {seed: run.validation_nll for seed, run in result.runs.items() if run.validation_nll is not None}
 
 
-def _stratum(metric: Metric, benchmark: str, others: Sequence[Result], against: Result) -> Stratum:
-    columns = [_items(metric, benchmark, each) for each in (against, *others)]
-    values = np.column_stack([values - columns[0] for values in columns[1:]])
+def _stratum(metric: Metric, benchmark: str, others: Sequence[Result], against: Sequence[Scores]) -> Stratum:
+    theirs = _items(metric, benchmark, against)
+    values = np.column_stack([_items(metric, benchmark, list(each.scores.values())) - theirs for each in others])
     if metric.name == "gold_nll":
-        tokens = next(iter(against.scores.values())).benchmarks[benchmark].gold_tokens
-        return Stratum(values, np.array(tokens, dtype=np.float64))
+        return Stratum(values, np.array(against[0].benchmarks[benchmark].gold_tokens, dtype=np.float64))
     return Stratum(values, np.ones(len(values)))
 
 
-def _items(metric: Metric, benchmark: str, result: Result) -> Array:
+def _items(metric: Metric, benchmark: str, scores: Sequence[Scores]) -> Array:
     """(items,), averaged over the seeds."""
-    scores = list(result.scores.values())
     if metric.name == "gold_nll":
         return np.mean([scored.benchmarks[benchmark].gold_nll for scored in scores], axis=0)
     return right(scores, benchmark, clean=metric.name == "accuracy_clean").mean(0)
 
 
-def _by_seed(metric: Metric, result: Result, against: Result) -> dict[int, float]:
+def _by_seed(metric: Metric, ours: dict[int, Scores], theirs: dict[int, Scores]) -> dict[int, float]:
     def value(scores: Scores) -> float:
         if metric.name == "gold_nll":
             return float(gold_nlls([scores])["pooled"][0])
         return float(accuracies([scores], clean=metric.name == "accuracy_clean")["mean"][0])
 
-    shared = sorted(result.scores.keys() & against.scores.keys())
-    return {seed: value(result.scores[seed]) - value(against.scores[seed]) for seed in shared}
+    return {seed: value(ours[seed]) - value(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())}

@@ -21,14 +21,14 @@ from .comparisons import (
     SeedDifference,
     accuracies,
     compare,
-    gold_nlls,
+    compare_with_base,
     seed_differences,
 )
 from .runs import CONFIG_FILE, SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, last_words, read_runs, read_scores
 from .statistics import RESAMPLES
 
-# With what tables and figures take from here.
-__all__ = ["BUDGET_TOLERANCE", "METRICS", "Findings", "Result", "accuracies", "find", "gold_nlls"]
+# With what figures take from here.
+__all__ = ["BUDGET_TOLERANCE", "METRICS", "Findings", "Result", "accuracies", "find"]
 
 GRID_FILE = "grid.json"
 # Keys of a config.yml in which runs of one method at one rate may differ: the seed, and where things lie.
@@ -55,6 +55,7 @@ class Findings:
     seed_differences: of all results but the reference's, in their order; empty without the reference.
     base: scores of the model before training.
     benchmarks: items and clean items (None without a contamination report) by benchmark; empty without any scores.
+    comparisons, against_base: with the reference, and with the model before training; empty without scores of it.
     notes: what failed, is missing, or limits what the numbers say.
     """
 
@@ -65,6 +66,7 @@ class Findings:
     base: Scores | None
     benchmarks: dict[str, tuple[int, int | None]]
     comparisons: list[Comparison]
+    against_base: list[Comparison]
     seed_differences: list[SeedDifference]
     reference: str
     resamples: int
@@ -205,9 +207,22 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
     _check_same_questions(files)
     benchmarks = _benchmarks(next(iter(files.values())).benchmarks) if files else {}
     comparisons = compare(results, reference, benchmarks, resamples, seed)
+    against_base = compare_with_base(results, base, benchmarks, resamples, seed) if base is not None else []
     by_seed = seed_differences(results, reference)
     found = Findings(
-        runs, left_out, choices, results, base, benchmarks, comparisons, by_seed, reference, resamples, seed, []
+        runs=runs,
+        left_out=left_out,
+        choices=choices,
+        results=results,
+        base=base,
+        benchmarks=benchmarks,
+        comparisons=comparisons,
+        against_base=against_base,
+        seed_differences=by_seed,
+        reference=reference,
+        resamples=resamples,
+        seed=seed,
+        notes=[],
     )
     found.notes.extend(_notes(found, runs_dir, files))
     return found

@@ -4,13 +4,15 @@ import csv
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .findings import BUDGET_TOLERANCE, Findings, Result, accuracies, gold_nlls
+from .comparisons import Comparison, Result, accuracies, gold_nlls
+from .findings import BUDGET_TOLERANCE, Findings
 from .runs import Scores
 from .statistics import CONFIDENCE, Spread, spread
 
@@ -44,6 +46,8 @@ def tables(found: Findings) -> list[Table]:
         made.append(validation(found))
     if found.comparisons:
         made.append(differences(found))
+    if found.against_base:
+        made.append(differences_to_base(found))
     if found.benchmarks:
         made += [accuracy(found, "published"), accuracy(found, "strict")]
         if any(gold_nlls(list(result.scores.values())) for result in found.results):
@@ -112,10 +116,20 @@ def validation(found: Findings) -> Table:
 
 
 def differences(found: Findings) -> Table:
-    """One line a comparison."""
+    """One line a comparison with the reference."""
+    return _differences("differences", found.reference, found.comparisons)
+
+
+def differences_to_base(found: Findings) -> Table:
+    """One line a comparison with the model before training."""
+    return _differences("differences_to_base", "the model before training", found.against_base)
+
+
+def _differences(name: str, reference: str, comparisons: Sequence[Comparison]) -> Table:
+    families = Counter(each.metric.name for each in comparisons)
     rows, records = [], []
-    for each in found.comparisons:
-        unit, interval, count = each.metric.unit, each.interval, _family(found, each.metric.name)
+    for each in comparisons:
+        unit, interval = each.metric.unit, each.interval
         numbers = [unit * number for number in (interval.difference, interval.low, interval.high)]
         digits = 2 if unit == 100 else 4
         shown = [f"{number:+.{digits}f}" for number in numbers]
@@ -137,25 +151,25 @@ def differences(found: Findings) -> Table:
                 "metric": each.metric.name,
                 "method": each.result.method,
                 "epochs": each.result.epochs,
-                "reference": each.reference.method,
+                "reference": each.reference.method if each.reference is not None else "base",
                 "unit": "points" if unit == 100 else "nats a token",
                 "difference": numbers[0],
                 "low": numbers[1],
                 "high": numbers[2],
                 "p": interval.p,
                 "p_holm": each.holm,
-                "comparisons": count,
+                "comparisons": families[each.metric.name],
                 "verdict": each.verdict,
                 "doubts": ", ".join(each.doubts),
                 "items": each.items,
                 "seeds": _seeds(each.result),
-                "reference_seeds": _seeds(each.reference),
+                "reference_seeds": _seeds(each.reference) if each.reference is not None else None,
                 "by_seed": " ".join(f"{seed}:{_rounded(unit * value)}" for seed, value in each.by_seed.items()),
             }
         )
-    title = f"Differences to {found.reference}, with paired bootstrap intervals ({CONFIDENCE:.0%})"
+    title = f"Differences to {reference}, with paired bootstrap intervals ({CONFIDENCE:.0%})"
     headings = ["of", "method", "epochs", "difference", f"{CONFIDENCE:.0%} interval", "p (Holm)", "verdict", "by seed"]
-    return Table("differences", title, headings, rows, records)
+    return Table(name, title, headings, rows, records)
 
 
 def accuracy(found: Findings, rule: str) -> Table:
@@ -396,10 +410,6 @@ def _shares(scores: Sequence[Scores], rule: str, clean: bool) -> dict[str, Any]:
 
 def _perplexity(nlls: dict[str, Any], name: str) -> Spread | None:
     return spread(np.exp(nlls[name])) if name in nlls else None
-
-
-def _family(found: Findings, metric: str) -> int:
-    return sum(each.metric.name == metric for each in found.comparisons)
 
 
 def _seeds(result: Result) -> str:

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from grid_records import SETUP, grid, make_run, make_scores, save_records
 from rich.console import Console
 
+from axolotl_supertune.grid.comparisons import METRICS, accuracies
 from axolotl_supertune.grid.figures import figures
 from axolotl_supertune.grid.findings import find
 from axolotl_supertune.grid.jobs import Places
@@ -32,7 +33,7 @@ from axolotl_supertune.grid.runs import (
     read_runs,
     read_scores,
 )
-from axolotl_supertune.grid.statistics import Interval
+from axolotl_supertune.grid.statistics import Interval, holm
 from axolotl_supertune.grid.sweep import Sweep
 from axolotl_supertune.grid.tables import latex, tables
 
@@ -298,6 +299,53 @@ def test_better_is_said_only_where_the_interval_says_so(small):
     assert said["accuracy", "full"] == "worse (one seed)"
     assert said["gold_nll", "supra-0.8"] == "no difference seen"
     assert said["accuracy", "super-bottom"] == "no difference seen"
+
+
+def test_all_are_compared_with_no_training(save):
+    """By a family of their own: what is said of differences to the reference is as it was."""
+    shares = {"lora": (0.1, 0.1), "super": (0.9, 0.9), "supra": (0.9,), "rosa": (0.15,)}
+    runs = [make_run(method, 1e-4, seed) for method, each in shares.items() for seed in range(len(each))]
+    scored = [make_scores(run.key, shares[run.key.method][run.key.seed], level=1.2) for run in runs]
+    runs_dir = save(*zip(runs, scored, strict=True))
+    alone = find(runs_dir)
+    assert alone.against_base == []
+    assert "differences_to_base" not in tables_of(runs_dir)
+    base = make_scores(None, 0.12, level=1.0)
+    base.write(runs_dir / "base" / SCORES_FILE)
+    found = find(runs_dir)
+    assert found.comparisons == alone.comparisons
+    compared = {(each.metric.name, each.result.method): each for each in found.against_base}
+    assert set(compared) == {(metric.name, method) for metric in METRICS for method in shares}
+    for metric in METRICS:
+        of = [each for each in found.against_base if each.metric is metric]
+        assert [each.holm for each in of] == holm([each.interval.p for each in of])
+    assert compared["accuracy", "super"].said == "better"
+    assert compared["accuracy", "supra"].said == "better (one seed)"
+    theirs = accuracies([base])["mean"][0]
+    ours = accuracies([each for each in scored if each.key.method == "super"])["mean"]
+    by_seed = compared["accuracy", "super"].by_seed
+    assert list(by_seed.values()) == pytest.approx(list(ours - theirs))
+    assert compared["accuracy", "super"].interval.difference == pytest.approx(ours.mean() - theirs)
+    page = (run_report(runs_dir), runs_dir / "report" / "report.md")[1].read_text(encoding="utf-8")
+    assert (
+        "- mean accuracy, all items (points), against no training: **better**: 2 of 4 (one seed: 1): super, supra; "
+        "**no difference seen**: 2 of 4: lora, rosa." in page
+    )
+    assert "- gold targets' NLL (nats a token), against no training: **worse**: all 4 (one seed: 2)." in page
+    assert "; against no training: 4, 4, 4)" in page
+    records = rows(runs_dir / "report" / "differences_to_base.csv")
+    assert len(records) == 3 * 4
+    assert {(row["reference"], row["reference_seeds"], row["comparisons"]) for row in records} == {("base", "", "4")}
+
+
+def test_no_training_is_compared_with_also_without_a_reference(save):
+    run = make_run("super", 1e-4)
+    runs_dir = save((run, make_scores(run.key, 0.9)), base=make_scores(None, 0.1))
+    assert run_report(runs_dir).exit_code == 0
+    page = (runs_dir / "report" / "report.md").read_text(encoding="utf-8")
+    said = page.split("## What may be said\n\n")[1].split("## ")[0]
+    assert "- mean accuracy, all items (points), against no training: **better**: all 1 (one seed: 1)." in said
+    assert "paired bootstrap" in said
 
 
 def test_a_verdict_that_one_seed_contradicts_says_so(save):
