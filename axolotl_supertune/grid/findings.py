@@ -30,6 +30,7 @@ from .statistics import RESAMPLES
 # With what figures take from here.
 __all__ = ["BUDGET_TOLERANCE", "METRICS", "Findings", "Result", "accuracies", "find"]
 
+# As sweep writes it.
 GRID_FILE = "grid.json"
 # Keys of a config.yml in which runs of one method at one rate may differ: the seed, and where things lie.
 _OF_ONE_RUN = {"seed", "output_dir", "dataset_prepared_path", "calibration_path"}
@@ -417,7 +418,7 @@ def _notes_on_scores(found: Findings, runs_dir: Path, files: dict[Path, Scores])
     for epochs in dict.fromkeys(each.epochs for each in found.results):
         against = next((r for r in found.results if (r.method, r.epochs) == (found.reference, epochs)), None)
         if against is None or not against.scores:
-            what = "was not trained" if against is None else "was not scored"
+            what = _why_without(found, epochs) if against is None else "was not scored"
             notes.append(f"No differences: the reference {found.name(found.reference, epochs)} {what}.")
             continue
         others: dict[tuple[int, ...], list[str]] = {}
@@ -431,6 +432,16 @@ def _notes_on_scores(found: Findings, runs_dir: Path, files: dict[Path, Scores])
             for seeds, methods in others.items()
         ]
     return notes
+
+
+def _why_without(found: Findings, epochs: float) -> str:
+    """Why there is no result of the reference."""
+    wanted = found.reference, epochs
+    if any((run.key.method, run.key.epochs) == wanted for run in found.runs):
+        return "has no run that can be used: they failed, diverged or were not evaluated"
+    if any((run.key.method, run.key.epochs) == wanted for run in found.left_out):
+        return f"is no longer in {GRID_FILE}"
+    return "was not trained"
 
 
 def _named(runs: Sequence[Run]) -> str:

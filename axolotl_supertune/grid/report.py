@@ -1,13 +1,15 @@
 """`axolotl supertune report`: the records of a grid as tables and figures, with what may be said of them."""
 
 import json
+import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..files import whole_file
+from ..files import put, staged
 from .statistics import CONFIDENCE, NO_DIFFERENCE, RESAMPLES
 
 # All files that any report writes; those that this one does not are removed, so that none is left of an earlier one.
@@ -56,11 +58,14 @@ def report(runs_dir: Path, output: Path | None, reference: str | None, resamples
 
 
 def write(found: Any, output: Path) -> None:
-    """Write the files of a report.
+    """Write the files of a report, all or none.
 
     Args:
         found: Findings.
         output: the folder; files of an earlier report there are replaced, or removed where this one has none.
+
+    Raises:
+        ValueError: they cannot be written; names the file or folder and the remedy. An earlier report is as it was.
     """
     from .figures import FORMATS, figures, render
     from .tables import csv_text, json_records, latex, markdown, tables
@@ -89,12 +94,37 @@ def write(found: Any, output: Path) -> None:
     pictures = [f"![{name}]({name}.png)" for name in FIGURES if name in drawn]
     texts = {name: markdown(table) for name, table in made.items()}
     files["report.md"] = _page(found, texts, pictures).encode()
-    for name, content in files.items():
-        if content is None:
-            (output / name).unlink(missing_ok=True)
-        else:
-            with whole_file(output / name) as temporary:
-                temporary.write_bytes(content)
+    _replace(files, output)
+
+
+def _replace(files: Mapping[str, bytes | None], output: Path) -> None:
+    """Write all files beside their names before the first one gets its name; None: there is to be none."""
+    at = output
+    try:
+        with staged(output) as folder:
+            for name, content in files.items():
+                at = output / name
+                if at.is_dir():
+                    raise ValueError(
+                        f"{at} is a folder, and a file of the report belongs there; move it away, or name another "
+                        "output with --output."
+                    )
+                if content is not None:
+                    with (folder / name).open("wb") as file:
+                        file.write(content)
+                        file.flush()
+                        os.fsync(file.fileno())  # a full disk may say so only here
+            for name, content in files.items():
+                at = output / name
+                if content is None:
+                    at.unlink(missing_ok=True)
+                else:
+                    put(folder / name, at)
+    except OSError as error:
+        raise ValueError(
+            f"{at} cannot be written: {error.strerror or error}. Make room, make its folder writable, or name another "
+            "one with --output."
+        ) from error
 
 
 def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:

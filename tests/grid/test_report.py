@@ -1,11 +1,14 @@
 """`axolotl supertune report`, from the records of a grid to its files."""
 
 import csv
+import errno
 import functools
 import json
+import os
 import random
 import re
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 import scipy.stats
 import yaml
 from click.testing import CliRunner
+from grid_cases import MAGNITUDE
 from grid_records import SETUP, grid, make_run, make_scores, save_records
 from rich.console import Console
 
@@ -82,6 +86,12 @@ def reported(tmp_path_factory):
     result = run_report(runs_dir)
     assert result.exit_code == 0, result.output
     return runs_dir / "report"
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures are not drawn, which takes seconds."""
+    monkeypatch.setattr("axolotl_supertune.grid.figures.render", lambda figure, name, kind: b"a picture")
 
 
 def tables_of(runs_dir, **settings):
@@ -189,6 +199,7 @@ def test_a_grid_without_finished_runs_has_no_report(stage, write_grid):
     assert "no run that finished is of the grid in grid.json" in run_report("runs").output
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_method_whose_first_stage_is_gone_is_named(stage, write_grid):
     """Its other seeds alone are there: no rate can be chosen among them."""
     assert stage.sweep(write_grid(learning_rates=[1e-3], chosen=LATER))
@@ -301,6 +312,7 @@ def test_better_is_said_only_where_the_interval_says_so(small):
     assert said["accuracy", "super-bottom"] == "no difference seen"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_all_are_compared_with_no_training(save):
     """By a family of their own: what is said of differences to the reference is as it was."""
     shares = {"lora": (0.1, 0.1), "super": (0.9, 0.9), "supra": (0.9,), "rosa": (0.15,)}
@@ -338,6 +350,7 @@ def test_all_are_compared_with_no_training(save):
     assert {(row["reference"], row["reference_seeds"], row["comparisons"]) for row in records} == {("base", "", "4")}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_no_training_is_compared_with_also_without_a_reference(save):
     run = make_run("super", 1e-4)
     runs_dir = save((run, make_scores(run.key, 0.9)), base=make_scores(None, 0.1))
@@ -447,6 +460,84 @@ def test_without_the_reference(small):
     assert set(figures(found)) == {"curves", "learning_rates", "cost"}
 
 
+@pytest.mark.parametrize("changes", [{"nll": None}, {"nll": float("nan")}, {"eval_losses": []}])
+def test_a_reference_that_was_trained_in_vain_was_trained(save, changes):
+    run = make_run("super", 1e-4)
+    text = notes(save((run, make_scores(run.key, 0.5)), (make_run("lora", 1e-4, **changes), None)))
+    assert "No differences: the reference lora has no run that can be used: they failed, diverged" in text
+    assert "not trained" not in text
+
+
+def test_a_reference_that_the_grid_dropped_is_said_to_be(stage, write_grid):
+    for methods in ({"lora": {"adapter": "lora"}, "magnitude": MAGNITUDE}, {"magnitude": MAGNITUDE}):
+        assert stage.sweep(write_grid(methods=methods, learning_rates=[1e-3]))
+    assert "No differences: the reference lora is no longer in grid.json." in notes(Path("runs"))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("at", [0, 5, len(TABLES), -1])
+def test_a_report_that_does_not_fit_leaves_the_earlier_one_whole(small, monkeypatch, at):
+    """The disk is full at some file."""
+    assert run_report(small, "--resamples", 100).exit_code == 0
+    before = contents(small / "report")
+    shutil.rmtree(small / "lora" / "lr0.0005-ep1-seed1")
+    written, fsync = [], os.fsync
+
+    def write_until_full(descriptor):
+        written.append(descriptor)
+        if len(written) == (len(before) if at == -1 else at + 1):
+            raise FULL
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", write_until_full)
+        result = run_report(small, "--resamples", 100)
+    assert result.exit_code == 1
+    assert re.search(r"report/\w+\.\w+ cannot be written: No space left on device\. Make room", result.output)
+    assert "--output" in result.output
+    assert contents(small / "report") == before
+    assert run_report(small, "--resamples", 100).exit_code == 0
+    after = contents(small / "report")
+    assert after.keys() == before.keys()
+    assert after["report.md"] != before["report.md"]
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["summary.csv", "report.md"])
+def test_a_folder_in_a_files_place_is_named_and_nothing_replaced(small, name):
+    assert run_report(small, "--resamples", 100).exit_code == 0
+    (path := small / "report" / name).unlink()
+    path.mkdir()
+    before = contents(small / "report")
+    result = run_report(small, "--seed", 1, "--resamples", 100)
+    assert result.exit_code == 1
+    assert f"{path} is a folder" in result.output
+    assert contents(small / "report") == before
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("what", ["a file above", "a read-only file system"])
+def test_an_output_that_cannot_be_made_is_named(small, tmp_path, monkeypatch, what):
+    output = tmp_path / "there" / "out"
+    if what == "a file above":
+        (tmp_path / "there").touch()
+    else:
+        refused = OSError(errno.EROFS, "Read-only file system")
+        monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(refused))
+    result = run_report(small, "--output", output, "--resamples", 100)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert f"{output} cannot be written: " in result.output
+    assert "--output" in result.output.split("cannot be written")[1]
+
+
 def test_a_reference_that_was_never_run_is_refused_and_nothing_is_written(small):
     result = run_report(small, "--reference", "dora")
     assert result.exit_code == 1
@@ -478,6 +569,7 @@ def test_without_contamination_report_or_gold_targets(save):
     assert run_report(runs_dir).exit_code == 0
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("whose", ["super", "lora", "base"])
 def test_a_gold_nll_that_is_not_finite_is_named_and_compared_with_none(save, bad, whose):
