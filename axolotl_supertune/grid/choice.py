@@ -57,7 +57,8 @@ def choose_rates(trials: Iterable[Trial]) -> dict[tuple[str, float], Choice | No
 
     Rates are compared on equal terms, that is on the seeds that the same rates were trained with: of all seeds the one
     with the most usable rates (ties: the lower seed), and those that have exactly the same ones. Seeds that were added
-    at the chosen rate later so never change the choice.
+    at the chosen rate alone so never change the choice; those that were added at two rates, because the choice moved in
+    between, could. Sweep and report therefore give the runs of the grid's first stage and no others.
 
     Returns:
         By (method, epochs), sorted; None where no run can be used.

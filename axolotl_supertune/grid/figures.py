@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .findings import METRICS, Findings, Result, accuracies, short_rate
+from .comparisons import METRICS, Result, accuracies
+from .findings import Findings, short_rate
 from .runs import Run
 from .statistics import CONFIDENCE, Array, Spread, spread
 from .styles import COLORS, Group, draw_legend, draw_panels, groups, styled, styles, write_names

@@ -1,36 +1,36 @@
 """What the runs of a grid show: rates, results, differences to the reference, and everything that is missing."""
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
+import yaml
+from pydantic import BaseModel
 
 from ..tasks.benchmarks import BENCHMARKS, find_benchmark
 from .choice import Choice, Trial, choose_rates
-from .runs import SCORES_FILE, BenchmarkScores, Run, Scores, last_words, read_runs, read_scores
-from .statistics import (
-    CONFIDENCE,
-    NO_DIFFERENCE,
-    RESAMPLES,
-    Array,
-    Interval,
-    Spread,
-    Stratum,
-    holm,
-    over_seeds,
-    paired_bootstrap,
-    spread,
+from .comparisons import (
+    Comparison,
+    Result,
+    SeedDifference,
+    compare,
+    compare_with_base,
+    seed_differences,
 )
+from .runs import CONFIG_FILE, SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, last_words, read_runs, read_scores
+from .statistics import RESAMPLES
 
-ONE_SEED = "one seed"
+# As sweep writes it.
+GRID_FILE = "grid.json"
+# Keys of a config.yml in which runs of one method at one rate may differ: the seed, and where things lie.
+_OF_ONE_RUN = {"seed", "output_dir", "dataset_prepared_path", "calibration_path"}
 # A trained count that is further from its budget is pointed out.
 BUDGET_TOLERANCE = 0.005
-# Below it a percentile interval is too narrow to be believed.
-FEW_ITEMS = 30
 _EDGES = {
     "lowest": "At the lowest rate that was tried, so that a better one may lie below",
     "highest": "At the highest rate that was tried, so that a better one may lie above",
@@ -43,132 +43,26 @@ _SHARED = {"base_models": "their base models", "datasets": "their data", "test_d
 
 
 @dataclass(frozen=True)
-class Metric:
-    """What is compared with the reference.
-
-    combine: how benchmarks make one number, as `paired_bootstrap` has it.
-    unit: what its numbers are multiplied by to be shown.
-    """
-
-    name: str
-    title: str
-    higher_is_better: bool
-    combine: Literal["mean", "pooled"]
-    unit: float = 1.0
-
-
-METRICS = (
-    Metric("accuracy", "mean accuracy, all items (points)", True, "mean", 100),
-    Metric("accuracy_clean", "mean accuracy, clean items (points)", True, "mean", 100),
-    Metric("gold_nll", "gold targets' NLL (nats a token)", False, "pooled"),
-)
-
-
-@dataclass(frozen=True)
-class Result:
-    """A method at its chosen rate: its finished runs, by seed, and the scores of those that have some."""
-
-    choice: Choice
-    runs: dict[int, Run]
-    scores: dict[int, Scores]
-
-    @property
-    def method(self) -> str:
-        return self.choice.method
-
-    @property
-    def epochs(self) -> float:
-        return self.choice.epochs
-
-    def over_seeds(self, value: Callable[[Run], float | None]) -> Spread | None:
-        return spread([each for run in self.runs.values() if (each := value(run)) is not None])
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A method against the reference of the same number of epochs.
-
-    by_seed: the difference within each seed that both were scored with.
-    holm: p, adjusted for all comparisons of this metric.
-    items: that were resampled; of the smallest benchmark, where benchmarks are averaged.
-    """
-
-    metric: Metric
-    result: Result
-    reference: Result
-    interval: Interval
-    by_seed: dict[int, float]
-    holm: float
-    items: int
-
-    @property
-    def verdict(self) -> str:
-        return self.interval.verdict(self.metric.higher_is_better)
-
-    @property
-    def doubts(self) -> list[str]:
-        """What a verdict of better or worse does not withstand."""
-        if self.verdict == NO_DIFFERENCE:
-            return []
-        opposed = any(value * self.interval.difference <= 0 for value in self.by_seed.values())
-        doubts = {
-            "not after Holm": self.holm > 1 - CONFIDENCE,
-            "few items": self.items < FEW_ITEMS,
-            "one seed": len(self.by_seed) < 2,
-            "not in every seed": len(self.by_seed) > 1 and opposed,
-        }
-        return [doubt for doubt, stands in doubts.items() if stands]
-
-    @property
-    def said(self) -> str:
-        """The verdict with its doubts."""
-        return self.verdict + (f" ({', '.join(self.doubts)})" if self.doubts else "")
-
-
-@dataclass(frozen=True)
-class SeedDifference:
-    """A method's validation NLL less the reference's of the same number of epochs.
-
-    by_seed: within each seed that both ran with.
-    interval: Student's over these seeds; None of fewer than two.
-    holm: its p, adjusted for all methods.
-    """
-
-    result: Result
-    reference: Result
-    by_seed: dict[int, float]
-    interval: Interval | None
-    holm: float | None
-
-    @property
-    def verdict(self) -> str:
-        """ONE_SEED where nothing can be said."""
-        return self.interval.verdict(higher_is_better=False) if self.interval is not None else ONE_SEED
-
-    @property
-    def doubts(self) -> list[str]:
-        """What a verdict of better or worse does not withstand."""
-        decided = self.verdict not in (NO_DIFFERENCE, ONE_SEED)
-        return ["not after Holm"] if decided and self.holm is not None and self.holm > 1 - CONFIDENCE else []
-
-
-@dataclass(frozen=True)
 class Findings:
     """
-    runs: all that ended, by method, rate, epochs and seed.
+    runs: all of the grid that ended, by method, rate, epochs and seed.
+    left_out: runs that ended, and that the grid no longer has.
     results: by epochs, the reference first, then by validation NLL.
     seed_differences: of all results but the reference's, in their order; empty without the reference.
     base: scores of the model before training.
     benchmarks: items and clean items (None without a contamination report) by benchmark; empty without any scores.
+    comparisons, against_base: with the reference, and with the model before training; empty without scores of it.
     notes: what failed, is missing, or limits what the numbers say.
     """
 
     runs: list[Run]
+    left_out: list[Run]
     choices: dict[tuple[str, float], Choice | None]
     results: list[Result]
     base: Scores | None
     benchmarks: dict[str, tuple[int, int | None]]
     comparisons: list[Comparison]
+    against_base: list[Comparison]
     seed_differences: list[SeedDifference]
     reference: str
     resamples: int
@@ -207,12 +101,57 @@ class Findings:
         return {kind: sorted(value for value in values if value) for kind, values in found.items()}
 
 
+class _Seeds(BaseModel):
+    seeds: list[int] = []
+
+
+class _GridOfRecord(_Seeds):
+    chosen: _Seeds
+
+
+class _FirstStageRun(BaseModel):
+    key: RunKey
+
+
+class _GridRecord(BaseModel):
+    """What of a grid.json says which runs it has."""
+
+    grid: _GridOfRecord
+    runs: list[_FirstStageRun]
+
+    @cached_property
+    def first_stage(self) -> set[RunKey]:
+        """Among which rates are chosen."""
+        return {run.key for run in self.runs}
+
+    @cached_property
+    def _rates(self) -> set[tuple[str, float, float]]:
+        return {(key.method, key.epochs, key.learning_rate) for key in self.first_stage}
+
+    def has(self, key: RunKey) -> bool:
+        """Whether it is of a stage of the grid, the first or a later one."""
+        seeds = (*self.grid.seeds, *self.grid.chosen.seeds)
+        return key.seed in seeds and (key.method, key.epochs, key.learning_rate) in self._rates
+
+
+def _read_grid(path: Path) -> _GridRecord:
+    try:
+        return _GridRecord.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no grid of a sweep ({error}); sweep again to have it written anew, or remove it: then every "
+            "run counts."
+        ) from error
+
+
 def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, seed: int = 0) -> Findings:
     """Read the records of a grid and work out everything that a report says.
 
     Args:
-        runs_dir: as grid.runs describes it; only run.json and scores.json are read, scores of chosen runs alone (and
-            config.yml, where a run.json does not say what was trained on what).
+        runs_dir: as grid.runs describes it. Of it are read grid.json, run.json, the scores.json of the base and of
+            chosen runs, and their config.yml (others only where a run.json does not say what was trained on what).
+            Rates are chosen as the sweep chooses them, among the runs of grid.json's first stage; without a grid.json
+            among all runs.
         reference: the method that all others are compared with.
         resamples, seed: of the bootstrap.
 
@@ -224,7 +163,17 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
         raise ValueError(
             f"{runs_dir} holds no run that finished (METHOD/lr…-ep…-seed…/run.json): train the grid first."
         )
-    choices = choose_rates(Trial.of(run) for run in runs)
+    grid = _read_grid(path) if (path := runs_dir / GRID_FILE).is_file() else None
+    left_out = [run for run in runs if grid is not None and not grid.has(run.key)]
+    runs = [run for run in runs if run not in left_out]
+    if not any(run.status == "done" for run in runs):
+        raise ValueError(
+            f"{runs_dir}: no run that finished is of the grid in {GRID_FILE}, which has no longer: {_named(left_out)}. "
+            "Sweep that grid first."
+        )
+    choices = choose_rates(Trial.of(run) for run in runs if grid is None or run.key in grid.first_stage)
+    unchosen = {(run.key.method, run.key.epochs): None for run in runs}  # where no run of the first stage ended
+    choices = dict(sorted((unchosen | choices).items()))
     results = []
     files: dict[Path, Scores] = {}
     for choice in choices.values():
@@ -246,45 +195,32 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
     base = None
     if (path := runs_dir / "base" / SCORES_FILE).is_file():
         base = files[path] = read_scores(path)
+        if base.key is not None:
+            raise ValueError(
+                f"{path} is of the run {base.key.folder}, not of the model before training; remove it and sweep again "
+                "to have that scored."
+            )
     _check_same_questions(files)
     benchmarks = _benchmarks(next(iter(files.values())).benchmarks) if files else {}
-    comparisons = _compare(results, reference, benchmarks, resamples, seed)
-    by_seed = _seed_differences(results, reference)
-    found = Findings(runs, choices, results, base, benchmarks, comparisons, by_seed, reference, resamples, seed, [])
+    comparisons = compare(results, reference, benchmarks, resamples, seed)
+    against_base = compare_with_base(results, base, benchmarks, resamples, seed) if base is not None else []
+    by_seed = seed_differences(results, reference)
+    found = Findings(
+        runs=runs,
+        left_out=left_out,
+        choices=choices,
+        results=results,
+        base=base,
+        benchmarks=benchmarks,
+        comparisons=comparisons,
+        against_base=against_base,
+        seed_differences=by_seed,
+        reference=reference,
+        resamples=resamples,
+        seed=seed,
+        notes=[],
+    )
     found.notes.extend(_notes(found, runs_dir, files))
-    return found
-
-
-def right(scores: Sequence[Scores], benchmark: str, rule: str = "correct", clean: bool = False) -> Array:
-    """(models, items): 1 where the answer is right; `rule` is correct or correct_strict, `clean` leaves clean items."""
-    each = [scored.benchmarks[benchmark] for scored in scores]
-    rows = np.array([_bits(getattr(one, rule)) for one in each])
-    if not clean:
-        return rows
-    mask = each[0].clean
-    return rows[:, _bits(mask) == 1] if mask is not None else rows[:, :0]
-
-
-def accuracies(scores: Sequence[Scores], rule: str = "correct", clean: bool = False) -> dict[str, Array]:
-    """Share of right answers, (models,), by benchmark; `mean`, unweighted, where every benchmark has items."""
-    found = {name: right(scores, name, rule, clean) for name in scores[0].benchmarks} if scores else {}
-    shares = {name: rows.mean(1) for name, rows in found.items() if rows.shape[1]}
-    if shares and len(shares) == len(found):
-        shares["mean"] = np.mean(list(shares.values()), axis=0)
-    return shares
-
-
-def gold_nlls(scores: Sequence[Scores]) -> dict[str, Array]:
-    """NLL of the gold targets in nats a token, (models,), by benchmark; `pooled` over all targets."""
-    sums = {}
-    for name in scores[0].benchmarks if scores else ():
-        each = [scored.benchmarks[name] for scored in scores]
-        if each[0].gold_tokens:
-            sums[name] = np.array([sum(one.gold_nll) for one in each]), sum(each[0].gold_tokens)
-    found = {name: nll / tokens for name, (nll, tokens) in sums.items()}
-    if found:
-        totals = np.sum([nll for nll, _ in sums.values()], axis=0)
-        found["pooled"] = totals / sum(tokens for _, tokens in sums.values())
     return found
 
 
@@ -292,10 +228,6 @@ def short_rate(rate: float) -> str:
     """As 5e-4."""
     factor, _, power = f"{rate:.5e}".partition("e")
     return f"{float(factor):g}e{int(power)}"
-
-
-def _bits(text: str) -> Array:
-    return np.frombuffer(text.encode("ascii"), dtype=np.uint8).astype(np.float64) - ord("0")
 
 
 def _is_at(run: Run, choice: Choice) -> bool:
@@ -363,87 +295,11 @@ def _benchmarks(first: dict[str, BenchmarkScores]) -> dict[str, tuple[int, int |
     }
 
 
-def _compare(
-    results: Sequence[Result],
-    reference: str,
-    benchmarks: dict[str, tuple[int, int | None]],
-    resamples: int,
-    seed: int,
-) -> list[Comparison]:
-    found = []
-    for metric in METRICS:
-        of_metric: list[Comparison] = []
-        for epochs in dict.fromkeys(each.epochs for each in results):
-            scored = [each for each in results if each.epochs == epochs and each.scores]
-            against = next((each for each in scored if each.method == reference), None)
-            others = [each for each in scored if each is not against]
-            if against is None or not others:
-                continue
-            strata = [_stratum(metric, name, others, against) for name in benchmarks]
-            if metric.combine == "pooled":
-                strata = [each for each in strata if len(each.weights)]
-            if not strata or not all(len(each.weights) for each in strata):
-                continue
-            intervals = paired_bootstrap(strata, metric.combine, resamples=resamples, seed=seed)
-            items = (sum if metric.combine == "pooled" else min)(len(each.weights) for each in strata)
-            of_metric += [
-                Comparison(metric, each, against, interval, _by_seed(metric, each, against), math.nan, items)
-                for each, interval in zip(others, intervals, strict=True)
-            ]
-        adjusted = holm([each.interval.p for each in of_metric])
-        found += [replace(each, holm=p) for each, p in zip(of_metric, adjusted, strict=True)]
-    return found
-
-
-def _seed_differences(results: Sequence[Result], reference: str) -> list[SeedDifference]:
-    found = []
-    for result in results:
-        against = next((each for each in results if (each.method, each.epochs) == (reference, result.epochs)), None)
-        if against is None or against is result:
-            continue
-        ours, theirs = _validation_nlls(result), _validation_nlls(against)
-        by_seed = {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
-        found.append(SeedDifference(result, against, by_seed, over_seeds(list(by_seed.values())), None))
-    told = [(at, each.interval.p) for at, each in enumerate(found) if each.interval is not None]
-    for (at, _), adjusted in zip(told, holm([p for _, p in told]), strict=True):
-        found[at] = replace(found[at], holm=adjusted)
-    return found
-
-
-def _validation_nlls(result: Result) -> dict[int, float]:
-    return {seed: run.validation_nll for seed, run in result.runs.items() if run.validation_nll is not None}
-
-
-def _stratum(metric: Metric, benchmark: str, others: Sequence[Result], against: Result) -> Stratum:
-    columns = [_items(metric, benchmark, each) for each in (against, *others)]
-    values = np.column_stack([values - columns[0] for values in columns[1:]])
-    if metric.name == "gold_nll":
-        tokens = next(iter(against.scores.values())).benchmarks[benchmark].gold_tokens
-        return Stratum(values, np.array(tokens, dtype=np.float64))
-    return Stratum(values, np.ones(len(values)))
-
-
-def _items(metric: Metric, benchmark: str, result: Result) -> Array:
-    """(items,), averaged over the seeds."""
-    scores = list(result.scores.values())
-    if metric.name == "gold_nll":
-        return np.mean([scored.benchmarks[benchmark].gold_nll for scored in scores], axis=0)
-    return right(scores, benchmark, clean=metric.name == "accuracy_clean").mean(0)
-
-
-def _by_seed(metric: Metric, result: Result, against: Result) -> dict[int, float]:
-    def value(scores: Scores) -> float:
-        if metric.name == "gold_nll":
-            return float(gold_nlls([scores])["pooled"][0])
-        return float(accuracies([scores], clean=metric.name == "accuracy_clean")["mean"][0])
-
-    shared = sorted(result.scores.keys() & against.scores.keys())
-    return {seed: value(result.scores[seed]) - value(against.scores[seed]) for seed in shared}
-
-
 def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[str]:
     """In sentences, each with the runs or methods that it is about."""
     notes = []
+    if found.left_out:
+        notes.append(f"Left out, for {GRID_FILE} has them no longer: {_named(found.left_out)}.")
     for run in found.runs:
         name = run.key.folder.as_posix()
         if run.status == "failed":
@@ -452,7 +308,7 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
             notes.append(f"Without a validation NLL, and so never chosen: {name}.")
         elif not Trial.of(run).usable:
             notes.append(f"Diverged: {name}: validation NLL {run.validation_nll}.")
-    unfinished = {path.parent for path in runs_dir.glob("*/*/config.yml")} - {
+    unfinished = {path.parent for path in runs_dir.glob(f"*/*/{CONFIG_FILE}")} - {
         runs_dir / r.key.folder for r in found.runs
     }
     notes += [f"Not finished: {path.relative_to(runs_dir).as_posix()}." for path in sorted(unfinished)]
@@ -465,8 +321,8 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
             rates = (f"{found.name(each.method, each.epochs)} ({each.learning_rate:g})" for each in at_edge)
             notes.append(f"{text}: {', '.join(rates)}.")
     for result in found.results:
-        notes += _notes_on(result, found)
-    notes += _notes_on_scores(found, files)
+        notes += _notes_on(result, found, runs_dir)
+    notes += _notes_on_scores(found, runs_dir, files)
     if any(run.jobs_per_gpu > 1 for result in found.results for run in result.runs.values()):
         notes.append(
             "Times marked ‡ are of runs that shared their device with others: they are comparable with no others, each "
@@ -486,7 +342,7 @@ def _notes(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[s
     return notes
 
 
-def _notes_on(result: Result, found: Findings) -> list[str]:
+def _notes_on(result: Result, found: Findings, runs_dir: Path) -> list[str]:
     choice, name = result.choice, found.name(result.method, result.epochs)
     notes = []
     started = {run.key.seed for run in found.runs if (run.key.method, run.key.epochs) == (choice.method, choice.epochs)}
@@ -494,6 +350,11 @@ def _notes_on(result: Result, found: Findings) -> list[str]:
         notes.append(f"Missing seeds: {name}: {_listed(missing)} at {choice.learning_rate:g}.")
     if found.benchmarks and (unscored := sorted(result.runs.keys() - result.scores.keys())):
         notes.append(f"Not scored: {name}: seed {_listed(unscored)}.")
+    if differing := _differing_settings(result, runs_dir):
+        notes.append(
+            f"Runs of {name} at {choice.learning_rate:g} differ in their settings ({differing}), so that its means mix "
+            "them."
+        )
     for run in result.runs.values():
         trained, budget = run.trainable_parameters, run.budget_parameters
         if trained is not None and budget and abs(trained / budget - 1) > BUDGET_TOLERANCE:
@@ -504,7 +365,32 @@ def _notes_on(result: Result, found: Findings) -> list[str]:
     return notes
 
 
-def _notes_on_scores(found: Findings, files: dict[Path, Scores]) -> list[str]:
+def _differing_settings(result: Result, runs_dir: Path) -> str:
+    """Keys of config.yml that are not alike in all its runs, with their values; "" where all are."""
+    files = {seed: runs_dir / run.key.folder / CONFIG_FILE for seed, run in result.runs.items()}
+    settings = {seed: _read_settings(path) for seed, path in files.items() if path.is_file()}
+    differing = []
+    for key in sorted({key for each in settings.values() for key in each} - _OF_ONE_RUN):
+        seeds: dict[str, list[int]] = {}
+        for seed, each in settings.items():
+            value = json.dumps(each[key], ensure_ascii=False, default=str) if key in each else "absent"
+            seeds.setdefault(value, []).append(seed)
+        if len(seeds) > 1:
+            differing.append(f"{key}: " + ", ".join(f"{value} (seed {_listed(of)})" for value, of in seeds.items()))
+    return "; ".join(differing)
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is no YAML ({error}); put it back, or remove it.") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds {type(loaded).__name__}, not keys with values; put it back, or remove it.")
+    return loaded
+
+
+def _notes_on_scores(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[str]:
     if not found.benchmarks:
         return ["No scores yet: this is the training stage alone, without accuracies and without comparisons."]
     notes = []
@@ -519,12 +405,21 @@ def _notes_on_scores(found: Findings, files: dict[Path, Scores]) -> list[str]:
         )
     elif empty := [name for name, (_, clean) in found.benchmarks.items() if clean == 0]:
         notes.append(f"No clean item in {', '.join(empty)}: there is no mean over clean items.")
-    if not any(gold_nlls([scores]) for scores in files.values()):
+    if not any(each.gold_tokens for scores in files.values() for each in scores.benchmarks.values()):
         notes.append("The gold targets were not scored (supertune_math_ppl).")
+    for path, scores in sorted(files.items()):
+        names = [name for name in found.benchmarks if not all(map(math.isfinite, scores.benchmarks[name].gold_nll))]
+        if names:
+            key, file = scores.key, path.relative_to(runs_dir).as_posix()
+            whose = "the model before training" if key is None else found.name(key.method, key.epochs)
+            notes.append(
+                f"Not finite: gold NLL of {', '.join(names)} in {file}: the gold NLL of {whose} is left out, and "
+                "compared with none."
+            )
     for epochs in dict.fromkeys(each.epochs for each in found.results):
         against = next((r for r in found.results if (r.method, r.epochs) == (found.reference, epochs)), None)
         if against is None or not against.scores:
-            what = "was not trained" if against is None else "was not scored"
+            what = _why_without(found, epochs) if against is None else "was not scored"
             notes.append(f"No differences: the reference {found.name(found.reference, epochs)} {what}.")
             continue
         others: dict[tuple[int, ...], list[str]] = {}
@@ -538,6 +433,25 @@ def _notes_on_scores(found: Findings, files: dict[Path, Scores]) -> list[str]:
             for seeds, methods in others.items()
         ]
     return notes
+
+
+def _why_without(found: Findings, epochs: float) -> str:
+    """Why there is no result of the reference."""
+    wanted = found.reference, epochs
+    if any((run.key.method, run.key.epochs) == wanted for run in found.runs):
+        return "has no run that can be used: they failed, diverged or were not evaluated"
+    if any((run.key.method, run.key.epochs) == wanted for run in found.left_out):
+        return f"is no longer in {GRID_FILE}"
+    return "was not trained"
+
+
+def _named(runs: Sequence[Run]) -> str:
+    """Runs by what they share but the seed."""
+    seeds: dict[Path, list[int]] = {}
+    for run in runs:
+        folder = run.key.folder
+        seeds.setdefault(folder.with_name(folder.name.rpartition("-seed")[0]), []).append(run.key.seed)
+    return ", ".join(f"{folder.as_posix()} (seed {_listed(each)})" for folder, each in seeds.items())
 
 
 def _listed(values: Sequence[float]) -> str:

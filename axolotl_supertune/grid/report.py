@@ -1,12 +1,15 @@
 """`axolotl supertune report`: the records of a grid as tables and figures, with what may be said of them."""
 
 import json
+import os
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..files import whole_file
+from ..files import put, staged
 from .statistics import CONFIDENCE, NO_DIFFERENCE, RESAMPLES
 
 # All files that any report writes; those that this one does not are removed, so that none is left of an earlier one.
@@ -14,6 +17,7 @@ TABLES = (
     "summary",
     "validation",
     "differences",
+    "differences_to_base",
     "accuracy_published",
     "accuracy_strict",
     "perplexity",
@@ -54,11 +58,14 @@ def report(runs_dir: Path, output: Path | None, reference: str | None, resamples
 
 
 def write(found: Any, output: Path) -> None:
-    """Write the files of a report.
+    """Write the files of a report, all or none.
 
     Args:
         found: Findings.
         output: the folder; files of an earlier report there are replaced, or removed where this one has none.
+
+    Raises:
+        ValueError: they cannot be written; names the file or folder and the remedy. An earlier report is as it was.
     """
     from .figures import FORMATS, figures, render
     from .tables import csv_text, json_records, latex, markdown, tables
@@ -87,12 +94,37 @@ def write(found: Any, output: Path) -> None:
     pictures = [f"![{name}]({name}.png)" for name in FIGURES if name in drawn]
     texts = {name: markdown(table) for name, table in made.items()}
     files["report.md"] = _page(found, texts, pictures).encode()
-    for name, content in files.items():
-        if content is None:
-            (output / name).unlink(missing_ok=True)
-        else:
-            with whole_file(output / name) as temporary:
-                temporary.write_bytes(content)
+    _replace(files, output)
+
+
+def _replace(files: Mapping[str, bytes | None], output: Path) -> None:
+    """Write all files beside their names before the first one gets its name; None: there is to be none."""
+    at = output
+    try:
+        with staged(output) as folder:
+            for name, content in files.items():
+                at = output / name
+                if at.is_dir():
+                    raise ValueError(
+                        f"{at} is a folder, and a file of the report belongs there; move it away, or name another "
+                        "output with --output."
+                    )
+                if content is not None:
+                    with (folder / name).open("wb") as file:
+                        file.write(content)
+                        file.flush()
+                        os.fsync(file.fileno())  # a full disk may say so only here
+            for name, content in files.items():
+                at = output / name
+                if content is None:
+                    at.unlink(missing_ok=True)
+                else:
+                    put(folder / name, at)
+    except OSError as error:
+        raise ValueError(
+            f"{at} cannot be written: {error.strerror or error}. Make room, make its folder writable, or name another "
+            "one with --output."
+        ) from error
 
 
 def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:
@@ -103,8 +135,9 @@ def _page(found: Any, texts: dict[str, str], pictures: list[str]) -> str:
         _where(found),
     ]
     said = [*_said_of_validation(found), *_said(found)]
-    if said:
-        parts += [f"## What may be said, against {found.reference}", "\n".join(said), _method(found)]
+    if said or found.against_base:
+        heading = "## What may be said" + (f", against {found.reference}" if said else "")
+        parts += [heading, "\n".join([*said, *_said_of_base(found)]), _method(found)]
     if found.notes:
         parts += ["## What is missing, or limits the numbers", "\n".join(f"- {_escaped(note)}" for note in found.notes)]
     parts += ["## Tables", _legend(), *texts.values(), "## Figures", *pictures]
@@ -157,6 +190,25 @@ def _said(found: Any) -> list[str]:
     return [_verdicts(found, title, [c for c in found.comparisons if c.metric.title == title]) for title in titles]
 
 
+def _said_of_base(found: Any) -> list[str]:
+    """Of each metric how many are better or worse than no training, with their doubts, and which unless all are."""
+    lines = []
+    for title in dict.fromkeys(each.metric.title for each in found.against_base):
+        comparisons = [each for each in found.against_base if each.metric.title == title]
+        verdicts = []
+        for verdict in ("better", "worse", NO_DIFFERENCE):
+            of = [each for each in comparisons if each.verdict == verdict]
+            doubts = Counter(doubt for each in of for doubt in each.doubts)
+            said = ", ".join(f"{doubt}: {count}" for doubt, count in doubts.items())
+            names = ", ".join(found.name(each.result.method, each.result.epochs) for each in of)
+            every = len(of) == len(comparisons)
+            count = f"all {len(of)}" if every else f"{len(of)} of {len(comparisons)}"
+            count += f" ({said})" if said else ""
+            verdicts += [f"**{verdict}**: {count}" + ("" if every else f": {names}")] if of else []
+        lines.append(f"- {title}, against no training: {'; '.join(verdicts)}.")
+    return lines
+
+
 def _verdicts(found: Any, title: str, comparisons: list[Any]) -> str:
     verdicts: dict[str, list[str]] = {"better": [], "worse": [], NO_DIFFERENCE: []}
     for each in comparisons:
@@ -176,15 +228,18 @@ def _method(found: Any) -> str:
             "difference depends on the seed, and takes the normal distribution for granted. The rates were chosen on "
             f"the same records, some of the seeds included. p (Holm) is adjusted for their number, {len(seeds)}."
         )
-    if found.comparisons:
+    if found.comparisons or found.against_base:
         parts.append(_method_of_scores(found))
     return "\n\n".join(parts)
 
 
 def _method_of_scores(found: Any) -> str:
     counts = {each.metric.title: sum(c.metric is each.metric for c in found.comparisons) for each in found.comparisons}
-    family = "; ".join(f"{title}: {count}" for title, count in counts.items())
-    from .findings import FEW_ITEMS
+    of_base = Counter(each.metric.title for each in found.against_base)
+    families = [f"{title}: {count}" for title, count in counts.items()]
+    families += [f"against no training: {', '.join(map(str, of_base.values()))}"] if of_base else []
+    family = "; ".join(families)
+    from .comparisons import FEW_ITEMS
 
     return (
         f"“Better” and “worse” stand only where the {CONFIDENCE:.0%} interval of the difference excludes 0. Those of "
@@ -193,10 +248,10 @@ def _method_of_scores(found: Any) -> str:
         "value is averaged over a method's seeds. They cover which questions were asked, not which seeds were trained "
         "with: for that see the standard deviations and the differences seed by seed.\n\n"
         f"With this many comparisons ({family}) some intervals exclude 0 by chance, about one in twenty where nothing "
-        "differs; p (Holm) is the bootstrap's two-sided p, adjusted for the number of comparisons of that metric. In "
-        "brackets stands what a verdict does not withstand: “not after Holm” that adjustment; “few items”: with fewer "
-        f"than {FEW_ITEMS} items such intervals are too narrow; “not in every seed”: the difference has the other sign "
-        "in one; “one seed”: one alone was scored with both."
+        "differs; p (Holm) is the bootstrap's two-sided p, adjusted for the number of comparisons of that metric with "
+        "that reference. In brackets stands what a verdict does not withstand: “not after Holm” that adjustment; “few "
+        f"items”: with fewer than {FEW_ITEMS} items such intervals are too narrow; “not in every seed”: the difference "
+        "has the other sign in one; “one seed”: one alone was scored with both."
     )
 
 

@@ -87,10 +87,12 @@ def paired_bootstrap(
         One Interval a method.
 
     Raises:
-        ValueError: no benchmark, or one without items.
+        ValueError: no benchmark, or one without items, or a value or weight that is not finite.
     """
     if not strata or any(not len(stratum.weights) for stratum in strata):
         raise ValueError("a bootstrap needs items: a benchmark has none.")
+    if not all(np.isfinite(part).all() for stratum in strata for part in (stratum.values, stratum.weights)):
+        raise ValueError("a bootstrap needs finite values: a benchmark has NaN or infinity; leave that method out.")
     random = np.random.default_rng(seed)
     observed = _combined([(each.values.sum(0)[None], each.weights.sum()[None]) for each in strata], combine)[0]
     sums = [_resampled_sums(stratum, resamples, random) for stratum in strata]
@@ -108,8 +110,14 @@ def over_seeds(differences: Sequence[float]) -> Interval | None:
     """Student's interval and p of the mean of paired differences, one a seed; None of fewer than two.
 
     It says how the difference depends on the seed of the training, and nothing of other data.
+
+    Raises:
+        ValueError: a difference that is not finite.
     """
     from scipy.stats import t
+
+    if not np.isfinite(differences).all():
+        raise ValueError("Student's interval needs finite differences: one is NaN or infinite; leave that seed out.")
 
     found = spread(differences)
     if found is None or found.deviation is None:

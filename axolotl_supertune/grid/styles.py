@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .findings import Findings, Result
+from .comparisons import Result
+from .findings import Findings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

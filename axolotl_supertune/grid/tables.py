@@ -4,13 +4,15 @@ import csv
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .findings import BUDGET_TOLERANCE, Findings, Result, accuracies, gold_nlls, short_rate
+from .comparisons import Comparison, Result, accuracies, gold_nlls
+from .findings import BUDGET_TOLERANCE, Findings, short_rate
 from .runs import Scores
 from .statistics import CONFIDENCE, Spread, spread
 
@@ -44,6 +46,8 @@ def tables(found: Findings) -> list[Table]:
         made.append(validation(found))
     if found.comparisons:
         made.append(differences(found))
+    if found.against_base:
+        made.append(differences_to_base(found))
     if found.benchmarks:
         made += [accuracy(found, "published"), accuracy(found, "strict")]
         if any(gold_nlls(list(result.scores.values())) for result in found.results):
@@ -55,13 +59,15 @@ def summary(found: Findings) -> Table:
     """One line a method."""
     headings = [*_HEAD, "seeds", "validation NLL"]
     if found.benchmarks:
-        headings += ["mean accuracy, %", "strict rule, %", "gold NLL", "perplexity"]
+        headings += [_SCORED, "mean accuracy, %", "strict rule, %", "gold NLL", "perplexity"]
     rows, records = [], []
     for line in _lines(found, always_base=found.base_validation_nll is not None):
         nll = line.validation_nll
         cells = [*line.cells, str(line.seeds) if line.seeds else "–", _shown(nll, "{:.4f}")]
         record = line.record | {"seeds": line.seeds} | _spread("validation_nll", nll)
         if found.benchmarks:
+            cells.append(line.scored)
+            record |= line.scored_record
             for rule in _RULES:
                 both = [spread(_shares(line.scores, rule, clean).get("mean", ())) for clean in (False, True)]
                 cells.append(_both(*both))
@@ -110,10 +116,20 @@ def validation(found: Findings) -> Table:
 
 
 def differences(found: Findings) -> Table:
-    """One line a comparison."""
+    """One line a comparison with the reference."""
+    return _differences("differences", found.reference, found.comparisons)
+
+
+def differences_to_base(found: Findings) -> Table:
+    """One line a comparison with the model before training."""
+    return _differences("differences_to_base", "the model before training", found.against_base)
+
+
+def _differences(name: str, reference: str, comparisons: Sequence[Comparison]) -> Table:
+    families = Counter(each.metric.name for each in comparisons)
     rows, records = [], []
-    for each in found.comparisons:
-        unit, interval, count = each.metric.unit, each.interval, _family(found, each.metric.name)
+    for each in comparisons:
+        unit, interval = each.metric.unit, each.interval
         numbers = [unit * number for number in (interval.difference, interval.low, interval.high)]
         digits = 2 if unit == 100 else 4
         shown = [f"{number:+.{digits}f}" for number in numbers]
@@ -135,25 +151,25 @@ def differences(found: Findings) -> Table:
                 "metric": each.metric.name,
                 "method": each.result.method,
                 "epochs": each.result.epochs,
-                "reference": each.reference.method,
+                "reference": each.reference.method if each.reference is not None else "base",
                 "unit": "points" if unit == 100 else "nats a token",
                 "difference": numbers[0],
                 "low": numbers[1],
                 "high": numbers[2],
                 "p": interval.p,
                 "p_holm": each.holm,
-                "comparisons": count,
+                "comparisons": families[each.metric.name],
                 "verdict": each.verdict,
                 "doubts": ", ".join(each.doubts),
                 "items": each.items,
                 "seeds": _seeds(each.result),
-                "reference_seeds": _seeds(each.reference),
+                "reference_seeds": _seeds(each.reference) if each.reference is not None else None,
                 "by_seed": " ".join(f"{seed}:{_rounded(unit * value)}" for seed, value in each.by_seed.items()),
             }
         )
-    title = f"Differences to {found.reference}, with paired bootstrap intervals ({CONFIDENCE:.0%})"
+    title = f"Differences to {reference}, with paired bootstrap intervals ({CONFIDENCE:.0%})"
     headings = ["of", "method", "epochs", "difference", f"{CONFIDENCE:.0%} interval", "p (Holm)", "verdict", "by seed"]
-    return Table("differences", title, headings, rows, records)
+    return Table(name, title, headings, rows, records)
 
 
 def accuracy(found: Findings, rule: str) -> Table:
@@ -162,19 +178,21 @@ def accuracy(found: Findings, rule: str) -> Table:
     rows, records = [], []
     for line in _lines(found):
         both = [_shares(line.scores, rule, clean) for clean in (False, True)]
-        rows.append([*line.cells, *(_both(*(spread(part.get(name, ())) for part in both)) for name in names)])
+        rows.append(
+            [*line.cells, line.scored, *(_both(*(spread(part.get(name, ())) for part in both)) for name in names)]
+        )
         for name in names:
             counts = found.benchmarks.get(name, (None, None))
             for items, count, part in zip(("all", "clean"), counts, both, strict=True):
                 if name in part:
                     record = line.record | {"benchmark": name, "rule": rule, "items": items, "n": count}
-                    records.append(record | _spread("accuracy", spread(part[name])))
+                    records.append(record | line.scored_record | _spread("accuracy", spread(part[name])))
     sizes = [
         f"{name} ({count} / {'–' if clean is None else clean})" for name, (count, clean) in found.benchmarks.items()
     ]
     which = {"published": "the published rule", "strict": "the corrected (strict) rule"}[rule]
     title = f"Accuracy by {which}, %, all / clean items (their number at the head)"
-    return Table(f"accuracy_{rule}", title, [*_HEAD, *sizes, "mean"], rows, records)
+    return Table(f"accuracy_{rule}", title, [*_HEAD, _SCORED, *sizes, "mean"], rows, records)
 
 
 def perplexity(found: Findings) -> Table:
@@ -186,13 +204,15 @@ def perplexity(found: Findings) -> Table:
         cells = [
             f"{_shown(spread(nlls.get(n, ())), '{:.4f}')} ({_shown(_perplexity(nlls, n), '{:.3f}')})" for n in names
         ]
-        rows.append([*line.cells, *cells])
+        rows.append([*line.cells, line.scored, *cells])
         for name in names:
             if name in nlls:
-                record = line.record | {"benchmark": name} | _spread("gold_nll", spread(nlls[name]))
+                record = (
+                    line.record | {"benchmark": name} | line.scored_record | _spread("gold_nll", spread(nlls[name]))
+                )
                 records.append(record | _spread("perplexity", _perplexity(nlls, name)))
     title = "NLL of the gold targets, nats a token (perplexity); pooled over all targets, weighted by tokens"
-    return Table("perplexity", title, [*_HEAD, *names], rows, records)
+    return Table("perplexity", title, [*_HEAD, _SCORED, *names], rows, records)
 
 
 def cost(found: Findings) -> Table:
@@ -342,6 +362,8 @@ def _tex(text: str) -> str:
 
 
 _HEAD = ["method", "epochs", "learning rate"]
+# Over which the scores' ± is, where not all seeds that were trained were scored.
+_SCORED = "seeds scored"
 # Headings of columns that are set flush left.
 _TEXT = {"method", "of", "verdict", "by seed"}
 
@@ -355,6 +377,14 @@ class _Line:
     seeds: int | None
     validation_nll: Spread | None
     scores: list[Scores]
+
+    @property
+    def scored(self) -> str:
+        return str(len(self.scores)) if self.seeds else "–"
+
+    @property
+    def scored_record(self) -> Record:
+        return {"scored_seeds": len(self.scores) if self.seeds else None}
 
     @classmethod
     def of(cls, result: Result) -> "_Line":
@@ -380,10 +410,6 @@ def _shares(scores: Sequence[Scores], rule: str, clean: bool) -> dict[str, Any]:
 
 def _perplexity(nlls: dict[str, Any], name: str) -> Spread | None:
     return spread(np.exp(nlls[name])) if name in nlls else None
-
-
-def _family(found: Findings, metric: str) -> int:
-    return sum(each.metric.name == metric for each in found.comparisons)
 
 
 def _seeds(result: Result) -> str:

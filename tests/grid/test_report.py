@@ -1,10 +1,14 @@
 """`axolotl supertune report`, from the records of a grid to its files."""
 
 import csv
+import errno
 import functools
 import json
+import os
 import random
 import re
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +16,16 @@ import matplotlib.image
 import numpy as np
 import pytest
 import scipy.stats
+import yaml
 from click.testing import CliRunner
+from grid_cases import MAGNITUDE
 from grid_records import SETUP, grid, make_run, make_scores, save_records
+from rich.console import Console
 
+from axolotl_supertune.grid.comparisons import METRICS, accuracies
 from axolotl_supertune.grid.figures import figures
 from axolotl_supertune.grid.findings import find
+from axolotl_supertune.grid.jobs import Places
 from axolotl_supertune.grid.report import FIGURES, TABLES, report
 from axolotl_supertune.grid.runs import (
     SCORES_FILE,
@@ -28,7 +37,8 @@ from axolotl_supertune.grid.runs import (
     read_runs,
     read_scores,
 )
-from axolotl_supertune.grid.statistics import Interval
+from axolotl_supertune.grid.statistics import Interval, holm
+from axolotl_supertune.grid.sweep import Sweep
 from axolotl_supertune.grid.tables import latex, tables
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -76,6 +86,12 @@ def reported(tmp_path_factory):
     result = run_report(runs_dir)
     assert result.exit_code == 0, result.output
     return runs_dir / "report"
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures are not drawn, which takes seconds."""
+    monkeypatch.setattr("axolotl_supertune.grid.figures.render", lambda figure, name, kind: b"a picture")
 
 
 def tables_of(runs_dir, **settings):
@@ -135,6 +151,64 @@ def test_test_scores_have_no_say_in_the_rate(save):
     assert after.comparisons != before.comparisons
 
 
+LATER = {"seeds": [1, 2], "methods": ["lora"], "leading": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "left_out"),
+    [
+        # The choice moves to a rate that is better with seed 0 alone, so that all seeds have both rates.
+        ({"learning_rates": [1e-2]}, {"learning_rates": [1e-3, 1e-2]}, ""),
+        ({"learning_rates": [1e-4, 1e-2]}, {"learning_rates": [1e-2]}, "lora/lr0.0001-ep1 (seed 0, 1, 2)"),
+        ({"epochs": [1, 3]}, {}, "lora/lr0.001-ep3 (seed 0, 1, 2)"),
+        ({}, {"methods": {"lora": {"adapter": "lora"}}}, "magnitude/lr0.001-ep1 (seed 0, 1, 2)"),
+        ({}, {"chosen": {}}, "lora/lr0.001-ep1 (seed 1, 2), magnitude/lr0.001-ep1 (seed 1, 2)"),
+        ({"seeds": [0, 1], "chosen": {}}, {"chosen": {}}, "lora/lr0.001-ep1 (seed 1)"),
+    ],
+)
+def test_the_report_is_of_the_grid_and_chooses_as_the_sweep_does(stage, write_grid, before, after, left_out):
+    stage.plan["nll"] = {"lora 0.0001 0": 0.5, "lora 0.001 0": 0.9, "lora 0.001 1": 2.0, "lora 0.001 2": 2.0}
+    usual = {"learning_rates": [1e-3], "chosen": LATER}
+    for keys in (before, after):
+        assert stage.sweep(write_grid(**{**usual, **keys}))
+    sweep = Sweep(stage.folder / "grid.yml", Places(()), Console(quiet=True))
+    found = find(Path("runs"), resamples=100)
+    assert found.choices == sweep.choices()
+    reported = {run.key for result in found.results for run in result.runs.values()}
+    assert reported == set(sweep.best())
+    assert {key for key in reported if key.seed} or "chosen" in after
+    said = [note for note in found.notes if note.startswith("Left out")]
+    assert bool(said) == bool(left_out)
+    assert left_out in "".join(said)
+    assert {run.key for run in [*found.runs, *found.left_out]} == {run.key for run in read_runs(Path("runs"))}
+
+
+def test_without_a_grid_every_run_counts(stage, write_grid):
+    for rates in ([1e-4], [1e-3]):
+        assert stage.sweep(write_grid(learning_rates=rates))
+    (grid_file := Path("runs") / "grid.json").unlink()
+    assert find(Path("runs"), resamples=100).choices["lora", 1].tried == (1e-4, 1e-3)
+    grid_file.write_text('{"format": 1}')
+    assert "grid.json is no grid of a sweep" in run_report("runs").output
+
+
+def test_a_grid_without_finished_runs_has_no_report(stage, write_grid):
+    assert stage.sweep(write_grid())
+    stage.plan["behaviour"] = {"other 0.001 0": "fail"}
+    assert not stage.sweep(write_grid(methods={"other": {"adapter": "lora"}}, learning_rates=[1e-3]))
+    assert "no run that finished is of the grid in grid.json" in run_report("runs").output
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_method_whose_first_stage_is_gone_is_named(stage, write_grid):
+    """Its other seeds alone are there: no rate can be chosen among them."""
+    assert stage.sweep(write_grid(learning_rates=[1e-3], chosen=LATER))
+    shutil.rmtree(Path("runs") / "magnitude" / "lr0.001-ep1-seed0")
+    result = run_report("runs", "--resamples", 100)
+    assert result.exit_code == 0, result.output
+    assert "No rate could be chosen for magnitude" in result.output
+
+
 def hand(key, correct, strict, nll):
     """AddSub with four items, of which the first is not clean, AQuA with two."""
     return Scores(
@@ -183,6 +257,28 @@ def test_the_numbers_by_hand(save):
     assert "AddSub (4 / 3)" in made["accuracy_published"].headings
 
 
+def test_the_seeds_behind_scores_are_counted(save):
+    """Three seeds of lora were trained and two scored, one of super, none of rosa."""
+    runs = [make_run("lora", 1e-4, seed) for seed in range(3)] + [make_run("super", 1e-4), make_run("rosa", 1e-4)]
+    scored = [make_scores(run.key, 0.5) if run.key.seed < 2 and run.key.method != "rosa" else None for run in runs]
+    runs_dir = save(*zip(runs, scored, strict=True), base=make_scores(None, 0.1))
+    counts = {"base": None, "lora": 2, "super": 1, "rosa": 0}
+    made = tables_of(runs_dir)
+    assert {row["method"]: row["seeds"] for row in made["summary"].records}["lora"] == 3
+    for name in ("summary", "accuracy_published", "accuracy_strict", "perplexity"):
+        table = made[name]
+        found = {row["method"]: row["scored_seeds"] for row in table.records}
+        assert found == {method: counts[method] for method in found}, name
+        assert set(found) >= {"base", "lora", "super"}
+        at = table.headings.index("seeds scored")
+        assert {row[0].split()[0]: row[at] for row in table.rows} == {
+            method: "–" if count is None else str(count) for method, count in counts.items()
+        }
+    for path in runs_dir.rglob(SCORES_FILE):
+        path.unlink()
+    assert "seeds scored" not in tables_of(runs_dir)["summary"].headings
+
+
 def test_validation_nlls_are_compared_on_the_seeds_that_both_have(save):
     """No test score is needed; a seed of one method alone, and a run that diverged, are left out."""
     nlls = {
@@ -214,6 +310,55 @@ def test_better_is_said_only_where_the_interval_says_so(small):
     assert said["accuracy", "full"] == "worse (one seed)"
     assert said["gold_nll", "supra-0.8"] == "no difference seen"
     assert said["accuracy", "super-bottom"] == "no difference seen"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_all_are_compared_with_no_training(save):
+    """By a family of their own: what is said of differences to the reference is as it was."""
+    shares = {"lora": (0.1, 0.1), "super": (0.9, 0.9), "supra": (0.9,), "rosa": (0.15,)}
+    runs = [make_run(method, 1e-4, seed) for method, each in shares.items() for seed in range(len(each))]
+    scored = [make_scores(run.key, shares[run.key.method][run.key.seed], level=1.2) for run in runs]
+    runs_dir = save(*zip(runs, scored, strict=True))
+    alone = find(runs_dir)
+    assert alone.against_base == []
+    assert "differences_to_base" not in tables_of(runs_dir)
+    base = make_scores(None, 0.12, level=1.0)
+    base.write(runs_dir / "base" / SCORES_FILE)
+    found = find(runs_dir)
+    assert found.comparisons == alone.comparisons
+    compared = {(each.metric.name, each.result.method): each for each in found.against_base}
+    assert set(compared) == {(metric.name, method) for metric in METRICS for method in shares}
+    for metric in METRICS:
+        of = [each for each in found.against_base if each.metric is metric]
+        assert [each.holm for each in of] == holm([each.interval.p for each in of])
+    assert compared["accuracy", "super"].said == "better"
+    assert compared["accuracy", "supra"].said == "better (one seed)"
+    theirs = accuracies([base])["mean"][0]
+    ours = accuracies([each for each in scored if each.key.method == "super"])["mean"]
+    by_seed = compared["accuracy", "super"].by_seed
+    assert list(by_seed.values()) == pytest.approx(list(ours - theirs))
+    assert compared["accuracy", "super"].interval.difference == pytest.approx(ours.mean() - theirs)
+    page = (run_report(runs_dir), runs_dir / "report" / "report.md")[1].read_text(encoding="utf-8")
+    assert (
+        "- mean accuracy, all items (points), against no training: **better**: 2 of 4 (one seed: 1): super, supra; "
+        "**no difference seen**: 2 of 4: lora, rosa." in page
+    )
+    assert "- gold targets' NLL (nats a token), against no training: **worse**: all 4 (one seed: 2)." in page
+    assert "; against no training: 4, 4, 4)" in page
+    records = rows(runs_dir / "report" / "differences_to_base.csv")
+    assert len(records) == 3 * 4
+    assert {(row["reference"], row["reference_seeds"], row["comparisons"]) for row in records} == {("base", "", "4")}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_no_training_is_compared_with_also_without_a_reference(save):
+    run = make_run("super", 1e-4)
+    runs_dir = save((run, make_scores(run.key, 0.9)), base=make_scores(None, 0.1))
+    assert run_report(runs_dir).exit_code == 0
+    page = (runs_dir / "report" / "report.md").read_text(encoding="utf-8")
+    said = page.split("## What may be said\n\n")[1].split("## ")[0]
+    assert "- mean accuracy, all items (points), against no training: **better**: all 1 (one seed: 1)." in said
+    assert "paired bootstrap" in said
 
 
 def test_a_verdict_that_one_seed_contradicts_says_so(save):
@@ -315,6 +460,84 @@ def test_without_the_reference(small):
     assert set(figures(found)) == {"curves", "learning_rates", "cost"}
 
 
+@pytest.mark.parametrize("changes", [{"nll": None}, {"nll": float("nan")}, {"eval_losses": []}])
+def test_a_reference_that_was_trained_in_vain_was_trained(save, changes):
+    run = make_run("super", 1e-4)
+    text = notes(save((run, make_scores(run.key, 0.5)), (make_run("lora", 1e-4, **changes), None)))
+    assert "No differences: the reference lora has no run that can be used: they failed, diverged" in text
+    assert "not trained" not in text
+
+
+def test_a_reference_that_the_grid_dropped_is_said_to_be(stage, write_grid):
+    for methods in ({"lora": {"adapter": "lora"}, "magnitude": MAGNITUDE}, {"magnitude": MAGNITUDE}):
+        assert stage.sweep(write_grid(methods=methods, learning_rates=[1e-3]))
+    assert "No differences: the reference lora is no longer in grid.json." in notes(Path("runs"))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("at", [0, 5, len(TABLES), -1])
+def test_a_report_that_does_not_fit_leaves_the_earlier_one_whole(small, monkeypatch, at):
+    """The disk is full at some file."""
+    assert run_report(small, "--resamples", 100).exit_code == 0
+    before = contents(small / "report")
+    shutil.rmtree(small / "lora" / "lr0.0005-ep1-seed1")
+    written, fsync = [], os.fsync
+
+    def write_until_full(descriptor):
+        written.append(descriptor)
+        if len(written) == (len(before) if at == -1 else at + 1):
+            raise FULL
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", write_until_full)
+        result = run_report(small, "--resamples", 100)
+    assert result.exit_code == 1
+    assert re.search(r"report/\w+\.\w+ cannot be written: No space left on device\. Make room", result.output)
+    assert "--output" in result.output
+    assert contents(small / "report") == before
+    assert run_report(small, "--resamples", 100).exit_code == 0
+    after = contents(small / "report")
+    assert after.keys() == before.keys()
+    assert after["report.md"] != before["report.md"]
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["summary.csv", "report.md"])
+def test_a_folder_in_a_files_place_is_named_and_nothing_replaced(small, name):
+    assert run_report(small, "--resamples", 100).exit_code == 0
+    (path := small / "report" / name).unlink()
+    path.mkdir()
+    before = contents(small / "report")
+    result = run_report(small, "--seed", 1, "--resamples", 100)
+    assert result.exit_code == 1
+    assert f"{path} is a folder" in result.output
+    assert contents(small / "report") == before
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("what", ["a file above", "a read-only file system"])
+def test_an_output_that_cannot_be_made_is_named(small, tmp_path, monkeypatch, what):
+    output = tmp_path / "there" / "out"
+    if what == "a file above":
+        (tmp_path / "there").touch()
+    else:
+        refused = OSError(errno.EROFS, "Read-only file system")
+        monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(refused))
+    result = run_report(small, "--output", output, "--resamples", 100)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert f"{output} cannot be written: " in result.output
+    assert "--output" in result.output.split("cannot be written")[1]
+
+
 def test_a_reference_that_was_never_run_is_refused_and_nothing_is_written(small):
     result = run_report(small, "--reference", "dora")
     assert result.exit_code == 1
@@ -344,6 +567,33 @@ def test_without_contamination_report_or_gold_targets(save):
     found = find(runs_dir, resamples=100)
     assert [each.metric.name for each in found.comparisons] == ["accuracy"]
     assert run_report(runs_dir).exit_code == 0
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("whose", ["super", "lora", "base"])
+def test_a_gold_nll_that_is_not_finite_is_named_and_compared_with_none(save, bad, whose):
+    """It is in one of two seeds; the accuracies are as good as ever, and so is the other benchmark's NLL."""
+    runs = [make_run(method, 1e-4, seed) for method in ("lora", "super", "supra") for seed in (0, 1)]
+    scored = {run.key: make_scores(run.key, 0.5) for run in runs}
+    scored[None] = make_scores(None, 0.1)
+    damaged = next(key for key in reversed(scored) if (key.method if key else "base") == whose)
+    scored[damaged].benchmarks["AddSub"].gold_nll[3] = bad
+    runs_dir = save(*((run, scored[run.key]) for run in runs), base=scored[None])
+    path = (damaged.folder if damaged else Path("base")) / SCORES_FILE
+    assert f"Not finite: gold NLL of AddSub in {path.as_posix()}: the gold NLL of" in notes(runs_dir)
+    assert "The gold targets were not scored" not in notes(runs_dir)
+    found = find(runs_dir, resamples=100)
+    compared = {"super": {"supra"}, "lora": set(), "base": {"super", "supra"}}[whose]
+    assert {each.result.method for each in found.comparisons if each.metric.name == "gold_nll"} == compared
+    assert {each.result.method for each in found.comparisons if each.metric.name == "accuracy"} == {"super", "supra"}
+    made = tables_of(runs_dir)
+    shown = {record["method"]: record for record in made["summary"].records}
+    assert [name for name, record in shown.items() if record["gold_nll"] is None] == [whose]
+    assert [row["benchmark"] for row in made["perplexity"].records if row["method"] == whose] == ["AQuA"]
+    assert run_report(runs_dir, "--resamples", 100).exit_code == 0
+    for file in (runs_dir / "report").glob("*.[cjm][ssd]*"):
+        assert not re.search(r"\b(nan|inf)\b", file.read_text(encoding="utf-8"), re.IGNORECASE), file.name
 
 
 def test_benchmark_without_a_clean_item(save):
@@ -444,6 +694,33 @@ def test_runs_of_different_models_data_and_budgets_are_pointed_out(save):
     assert heading(runs_dir)["Budget"] == r"500 to 1,000 parameters (lora\_r 4; lora\_r 8)"
 
 
+def write_settings(runs_dir, run, **settings):
+    folder = run.key.folder.as_posix()
+    own = {"seed": run.key.seed, "output_dir": f"runs/{folder}/adapter", "dataset_prepared_path": f"p{run.key.seed}"}
+    (runs_dir / folder / "config.yml").write_text(yaml.safe_dump({**own, **settings}))
+
+
+def test_settings_that_differ_between_the_seeds_of_a_method_are_named(save):
+    runs = [make_run(method, 1e-4, seed) for method in ("lora", "super") for seed in range(3)]
+    runs_dir = save(*((run, None) for run in runs))
+    for run in runs:
+        write_settings(runs_dir, run, micro_batch_size=4, calibration_path=f"c{run.key.seed}", adapter=run.key.method)
+    assert "differ in their settings" not in notes(runs_dir)
+    other = {"micro_batch_size": 8, "datasets": [{"path": "a.jsonl"}], "adapter": "super"}
+    write_settings(runs_dir, runs[3], **other)
+    assert (
+        "Runs of super at 0.0001 differ in their settings "
+        '(datasets: [{"path": "a.jsonl"}] (seed 0), absent (seed 1, 2); micro_batch_size: 8 (seed 0), 4 (seed 1, 2)), '
+        "so that its means mix them."
+    ) in notes(runs_dir)
+    assert "Runs of lora" not in notes(runs_dir)
+    for content in ("- no mapping", "a: [", "\0"):
+        (path := runs_dir / runs[3].key.folder / "config.yml").write_text(content)
+        result = run_report(runs_dir)
+        assert result.exit_code == 1
+        assert str(path) in result.output
+
+
 def test_a_setup_is_what_the_yaml_names():
     settings = {
         "base_model": "b",
@@ -520,6 +797,15 @@ def test_damaged_records_are_named(small):
     other = make_run("lora", 1e-4)
     make_scores(other.key, 0.5).write(path)
     assert "is not of the run beside it" in run_report(small).output
+
+
+def test_scores_of_a_run_are_not_those_of_the_base(small):
+    scored = small / "lora" / "lr0.0005-ep1-seed1" / SCORES_FILE
+    shutil.copy(scored, small / "base" / SCORES_FILE)
+    result = run_report(small)
+    assert result.exit_code == 1
+    assert f"{small / 'base' / SCORES_FILE} is of the run lora/lr0.0005-ep1-seed1, not of the model" in result.output
+    assert not (small / "report").exists()
 
 
 def test_latex_is_escaped_and_whole(save):

@@ -132,6 +132,20 @@ def test_verdict(low, high, verdict):
     assert interval.verdict(higher_is_better=False) == opposite
 
 
+@pytest.mark.parametrize("combine", ["mean", "pooled"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", ["values", "weights"])
+def test_what_is_not_finite_is_refused(combine, bad, part):
+    """Every comparison with NaN is false, which would read as a small p."""
+    random = np.random.default_rng(0)
+    strata = [stratum(random), stratum(random)]
+    getattr(strata[1], part).flat[7] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        paired_bootstrap(strata, combine, resamples=100)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        over_seeds([0.1, bad])
+
+
 def test_without_items_there_is_no_interval():
     with pytest.raises(ValueError, match="has none"):
         paired_bootstrap([], "mean")
