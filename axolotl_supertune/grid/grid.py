@@ -21,6 +21,8 @@ SUPERTUNE = "axolotl_supertune.SupertunePlugin"
 RECORD = "axolotl_supertune.grid.record.RecordPlugin"
 PREPARED_FOLDER = "prepared"
 CALIBRATION_FOLDER = "calibration"
+GRID_FILE = "grid.json"
+CONTAMINATION_FILE = "contamination.json"
 RESERVED = ("base", PREPARED_FOLDER, CALIBRATION_FOLDER)
 
 # What the grid says of every run; a base YAML or a method may not.

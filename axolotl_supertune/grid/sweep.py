@@ -35,15 +35,13 @@ from .folders import (
     tail,
     write,
 )
-from .grid import CALIBRATION_FOLDER, PREPARED_FOLDER, RECORD, GridError
+from .grid import CALIBRATION_FOLDER, CONTAMINATION_FILE, GRID_FILE, RECORD, GridError
 from .jobs import Job, Places, Pool
 from .present import Present
 from .record import VARIABLE, installed
 from .runs import CONFIG_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
-from .scoring import Request
+from .scoring import Request, trained_on
 
-GRID_FILE = "grid.json"
-CONTAMINATION_FILE = "contamination.json"
 LOCK_FILE = ".sweep.lock"
 
 TRAIN = (sys.executable, "-m", "axolotl.cli.train")
@@ -99,12 +97,12 @@ class Sweep:
 
         Raises:
             Signalled, OutOfTime: not all has run; nothing is running, and the next sweep goes on.
-            GridError: see `state`; or another sweep has this RUNS_DIR.
+            GridError: what is there is not what the grid says (see `Present.check`), data is missing, another sweep has
+                this RUNS_DIR, or training data was changed while this one ran.
         """
         with self._locked(), self._pool.signals():
             self._present.read()
-            for key in self.grid.keys:
-                self._present.state(key)
+            self._present.check()
             self._check_data()
             self._write_grid()
             self._run_missing("training", self.grid.keys)
@@ -118,7 +116,12 @@ class Sweep:
         return not self._failed
 
     def plan(self) -> str:
-        """What `sweep` would run, as far as is known before it does: a line each with stage, run, state and action."""
+        """What `sweep` would run, as far as is known before it does: a line each with stage, run, state and action.
+
+        Raises:
+            GridError: see `Present.check`.
+        """
+        self._present.check()
         lines: list[tuple[str, str, str, str]] = []
         ended = all(self._present.state(key) in ("done", "failed") for key in self.grid.keys)
         for stage, keys in (
@@ -156,7 +159,7 @@ class Sweep:
             if self._would(key):
                 missing.setdefault((key.method, key.epochs), key)
         for key in missing.values():
-            settings, norms = self.grid.settings(key), self._present.norms(key)
+            settings, norms = self._present.uncalibrated(key), self._present.norms(key)
             if norms is not None and norms.is_file():
                 settings = self._present.settings(key)
             settings["plugins"] = [each for each in settings["plugins"] if each != RECORD]
@@ -174,12 +177,9 @@ class Sweep:
 
     def _check_data(self) -> None:
         """Raises GridError for a file of the data sets that is missing, unless nothing is to be made of it any more."""
-        if all(self._present.state(key) in ("done", "failed") for key in self.grid.keys) and not self._retry_failed:
-            return
-        if (self.runs_dir / PREPARED_FOLDER).is_dir():
-            return
-        for key in {key.method: key for key in self.grid.keys}.values():
-            if refusals := look_at_data(self.grid.settings(key)).refusals:
+        missing = [key for key in (*self.grid.keys, *self._present.second_stage()) if self._would(key)]
+        for key in {key.method: key for key in missing}.values():
+            if refusals := look_at_data(self._present.uncalibrated(key)).refusals:
                 raise GridError(f"{self._path}: methods.{key.method}: {refusals[0]}")
 
     def summary(self) -> Table:
@@ -201,9 +201,7 @@ class Sweep:
         if state == "done" or (state == "failed" and not self._retry_failed):
             return ""
         folder = self.runs_dir / key.folder
-        whole = (
-            [each for each in checkpoints(folder) if is_whole(each)] if self._present.difference(key) is None else []
-        )
+        whole = [each for each in checkpoints(folder) if is_whole(each)] if self._present.goes_on(key) else []
         step = max((int(each.name.rpartition("-")[2]) for each in whole), default=0)
         return f"go on from step {step}" if step else "train"
 
@@ -238,10 +236,13 @@ class Sweep:
     def _run_all(self, title: str, keys: Sequence[RunKey]) -> None:
         if not keys:
             return
-        jobs = []
-        if not self.grid.base_settings.get("dataset_prepared_path") and not (self.runs_dir / PREPARED_FOLDER).is_dir():
-            jobs.append(self._shared("data", self.runs_dir / PREPARED_FOLDER, keys[0]))
-        makers: dict[Path, RunKey] = {}  # of the runs that need a file the first; all say alike how it is made
+        present = self._present
+        of_data: dict[Path, RunKey] = {}  # of the runs that need what is prepared the first; all say alike how
+        for key in keys:
+            if (path := present.prepared(key)) is not None and not path.is_dir():
+                of_data.setdefault(path, key)
+        jobs = [self._shared("data", path, key) for path, key in of_data.items()]
+        makers: dict[Path, RunKey] = {}
         for key in keys:
             if (path := self._present.norms(key)) is not None and not path.is_file():
                 makers.setdefault(path, key)
@@ -250,8 +251,13 @@ class Sweep:
             jobs = []
         jobs += [self._shared("norms", path, key) for path, key in makers.items()]
         self._pool_run("preparing", jobs)
-        # Without its norms a run cannot start; that their calibration failed is told already.
-        ready = [key for key in keys if (norms := self._present.norms(key)) is None or norms.is_file()]
+        # Without them a run cannot start; that making them failed is told already.
+        ready = [
+            key
+            for key in keys
+            if ((norms := present.norms(key)) is None or norms.is_file())
+            and ((data := present.prepared(key)) is None or data.is_dir())
+        ]
         self._failed |= {str(key.folder) for key in keys if key not in ready}
         self._pool_run(title, [self._training(key) for key in ready])
 
@@ -261,11 +267,11 @@ class Sweep:
 
     def _shared(self, kind: str, target: Path, key: RunKey) -> Job:
         """A job that makes what several runs read: `kind` of prepare.py, by the YAML of one of them."""
-        config = self.runs_dir / CALIBRATION_FOLDER / f"{target.stem}.yml"
+        config = self.runs_dir / CALIBRATION_FOLDER / f"{'tokenizing-' if kind == 'data' else ''}{target.stem}.yml"
         log = config.with_suffix(".log")
 
         def begin() -> None:
-            settings = self.grid.settings(key)
+            settings = self._present.uncalibrated(key)
             settings["plugins"] = [each for each in settings["plugins"] if each != RECORD]
             settings["output_dir"] = config.with_suffix("").as_posix()
             write(config, as_yaml(settings))
@@ -285,7 +291,7 @@ class Sweep:
         known = {
             "key": key.model_dump(),
             "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "setup": Setup.of(settings).model_dump(),
+            "setup": Setup.of(settings, self._present.files(key)).model_dump(),
             "jobs_per_gpu": self._places.jobs_per_gpu,
         }
         started = datetime.now(UTC)
@@ -293,8 +299,8 @@ class Sweep:
         def begin() -> None:
             nonlocal started
             started = datetime.now(UTC)
+            make_ready(folder, resumable=self._present.goes_on(key))
             self._present.records.pop(key, None)
-            make_ready(folder, resumable=self._present.difference(key) is None)
             write(folder / CONFIG_FILE, text)
 
         def end(code: int) -> str | None:
@@ -373,7 +379,18 @@ class Sweep:
             lambda: None,
         )
         self._pool_run("comparing training and test data", [job])
-        return report.is_file()
+        if not report.is_file():
+            return False
+        trained = self._present.training_files()
+        for path, found in trained_on(report).items():
+            if trained.get(path, found) != found:
+                report.unlink()
+                raise GridError(
+                    f"{path}: was changed while this sweep ran (sha256 {trained[path][:12]} when it began, "
+                    f"{found[:12]} now), and no model is scored beside a report on other data: put it back, and sweep "
+                    "again."
+                )
+        return True
 
     def _datasets(self) -> list[dict[str, Any]]:
         """All training data of the grid, each once."""

@@ -163,11 +163,13 @@ def test_a_finished_run_with_another_yaml_is_an_error_that_names_the_difference(
     assert stage.sweep(write_grid())
     stage.calls()
     grid = write_grid(base={"micro_batch_size": 2})
-    with pytest.raises(
-        GridError, match=r"runs/lora/lr0.0001-ep1-seed0 was trained with .*: micro_batch_size: 4 there, 2 now\. Put"
-    ):
+    expected = (
+        rf"runs: finished runs were trained otherwise than {grid} says now \(4\):\n"
+        r"  runs/lora/lr0.0001-ep1-seed0: micro_batch_size: 4 there, 2 now\n(  runs/.*\n){3}Put"
+    )
+    with pytest.raises(GridError, match=expected):
         stage.sweep(grid)
-    with pytest.raises(GridError, match="micro_batch_size: 4 there, 2 now"):
+    with pytest.raises(GridError, match=expected):
         Sweep(grid, Places(()), None).plan()
     assert stage.calls() == []
 
@@ -193,9 +195,9 @@ def test_a_run_that_is_chosen_after_its_weights_were_dropped_is_trained_again(st
 
 def test_scores_that_were_asked_otherwise_are_an_error(stage, write_grid):
     assert stage.sweep(write_grid(score={"limit": 2}))
-    with pytest.raises(GridError, match=r"base/scores.json was made with score: \{limit: 2.0\}, and .* says None"):
+    with pytest.raises(GridError, match=r"base/scores.json: score.limit: 2.0 there, None now\n"):
         stage.sweep(write_grid())
-    with pytest.raises(GridError, match=r"base/scores.json was made with"):
+    with pytest.raises(GridError, match=r"base/scores.json: score.limit"):
         Sweep(write_grid(), Places(()), None).plan()
 
 
