@@ -27,6 +27,10 @@ class Trial:
     def usable(self) -> bool:
         return self.validation_nll is not None and math.isfinite(self.validation_nll)
 
+    @property
+    def diverged(self) -> bool:
+        return self.validation_nll is not None and not self.usable
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -56,8 +60,9 @@ def choose_rates(trials: Iterable[Trial]) -> dict[tuple[str, float], Choice | No
     """For each method and number of epochs the rate of the lowest mean validation NLL; ties go to the lower rate.
 
     Rates are compared on equal terms, that is on the seeds that the same rates were trained with: of all seeds the one
-    with the most usable rates (ties: the lower seed), and those that have exactly the same ones. Seeds that were added
-    at the chosen rate later so never change the choice.
+    with the most usable rates (ties: the lower seed), and those that have exactly the same ones. A rate that diverged
+    on one of the seeds with the most rates tried is no choice, however good on others. Seeds that were added at the
+    chosen rate alone later, where several were tried, so never change the choice.
 
     Returns:
         By (method, epochs), sorted; None where no run can be used.
@@ -69,9 +74,16 @@ def choose_rates(trials: Iterable[Trial]) -> dict[tuple[str, float], Choice | No
 
 
 def _choose(method: str, epochs: float, trials: list[Trial]) -> Choice | None:
+    tried_with: dict[int, set[float]] = defaultdict(set)
+    for trial in trials:
+        tried_with[trial.key.seed].add(trial.key.learning_rate)
+    widest = max(len(rates) for rates in tried_with.values())
+    diverged = {
+        trial.key.learning_rate for trial in trials if trial.diverged and len(tried_with[trial.key.seed]) == widest
+    }
     found: dict[int, dict[float, float]] = defaultdict(dict)
     for trial in trials:
-        if trial.usable:
+        if trial.usable and trial.key.learning_rate not in diverged:
             assert trial.validation_nll is not None
             found[trial.key.seed][trial.key.learning_rate] = trial.validation_nll
     if not found:

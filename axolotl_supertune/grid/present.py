@@ -224,11 +224,15 @@ class Present:
         return keys
 
     def best(self) -> list[RunKey]:
-        """The finished runs at each method's best rate, of all seeds of the grid."""
+        """The finished runs at each method's best rate, of all seeds of the grid; without those that diverged."""
         rates = {name: choice.learning_rate for name, choice in self.choices().items() if choice is not None}
         seeds = {*self.grid.seeds, *self.grid.chosen.seeds}
         return [
-            key for key in self.done() if rates.get((key.method, key.epochs)) == key.learning_rate and key.seed in seeds
+            key
+            for key in self.done()
+            if rates.get((key.method, key.epochs)) == key.learning_rate
+            and key.seed in seeds
+            and Trial.of(self.records[key]).usable
         ]
 
     def to_score(self) -> list[RunKey]:
