@@ -109,6 +109,7 @@ class Sweep:
             if until != "train":
                 self._run_missing("other seeds", self._present.second_stage())
                 if until == "score" and self.grid.score.runs != "none":
+                    self._train_again()
                     self._score_missing()
                 self._tidy()
         for name in sorted(self._failed):
@@ -332,31 +333,33 @@ class Sweep:
         same = [run.seconds for run in like if run.key.epochs == key.epochs]
         return max(same or [run.seconds / run.key.epochs * key.epochs for run in like], default=None)
 
-    def _score_missing(self) -> None:
-        missing: list[RunKey | None] = []
-        seconds: list[float] = []
-        for key in (None, *self._present.to_score()):
-            scores = self._present.scored(key)
-            if scores is None:
-                missing.append(key)
-            else:
-                seconds.append(scores.seconds)
-        if not missing:
-            return
-        gone = [key for key in missing if key is not None and not holds_weights(self.runs_dir / key.folder)]
-        if gone:
-            self._console.print(
-                f"{len(gone)} chosen runs were not chosen before, and keep: chosen dropped their weights."
-            )
+    def _train_again(self) -> None:
+        """Train the runs that are to be scored and whose weights are gone.
+
+        A second training may end with another NLL, and the choice fall elsewhere: until nothing is missing any more.
+        """
+        done: set[RunKey] = set()
+        while gone := [key for key in self._unscored() if key not in done and not self._has_weights(key)]:
+            self._console.print(f"{len(gone)} runs that are to be scored have no weights any more: they train again.")
+            done |= {*gone}
             self._run_all("training again", gone)
-        if not self._report_contamination():
-            return
-        jobs = [
-            self._scoring(key, seconds)
-            for key in missing
-            if key is None or (holds_weights(self.runs_dir / key.folder) and key in self._present.done())
-        ]
-        self._pool_run("scoring", jobs)
+            others = [key for key in self._present.second_stage() if self._present.state(key) in ("new", "stopped")]
+            self._run_all("other seeds", others)
+
+    def _unscored(self) -> list[RunKey]:
+        return [key for key in self._present.to_score() if self._present.scored(key) is None]
+
+    def _has_weights(self, key: RunKey) -> bool:
+        return holds_weights(self.runs_dir / key.folder)
+
+    def _score_missing(self) -> None:
+        seconds = [scores.seconds for key in (None, *self._present.to_score()) if (scores := self._present.scored(key))]
+        base: list[RunKey | None] = [None] if self._present.scored(None) is None else []
+        missing = [*base, *self._unscored()]
+        without = [key for key in missing if key is not None and not self._has_weights(key)]
+        self._failed |= {f"score {key.folder}: it left no weights" for key in without}
+        if missing and self._report_contamination():
+            self._pool_run("scoring", [self._scoring(key, seconds) for key in missing if key not in without])
 
     def _report_contamination(self) -> bool:
         """Whether there is a report of the training data: no model is scored without."""
