@@ -61,8 +61,9 @@ def choose_rates(trials: Iterable[Trial]) -> dict[tuple[str, float], Choice | No
 
     Rates are compared on equal terms, that is on the seeds that the same rates were trained with: of all seeds the one
     with the most usable rates (ties: the lower seed), and those that have exactly the same ones. A rate that diverged
-    on one of the seeds with the most rates tried is no choice, however good on others. Seeds that were added at the
-    chosen rate alone later, where several were tried, so never change the choice.
+    on one of the seeds with the most rates tried is no choice, however good on others; the only rate that was tried
+    stays one, by its other seeds. Seeds that were added at the chosen rate alone later, where several were tried, so
+    never change the choice.
 
     Returns:
         By (method, epochs), sorted; None where no run can be used.
@@ -79,7 +80,7 @@ def _choose(method: str, epochs: float, trials: list[Trial]) -> Choice | None:
         tried_with[trial.key.seed].add(trial.key.learning_rate)
     widest = max(len(rates) for rates in tried_with.values())
     diverged = {
-        trial.key.learning_rate for trial in trials if trial.diverged and len(tried_with[trial.key.seed]) == widest
+        trial.key.learning_rate for trial in trials if trial.diverged and len(tried_with[trial.key.seed]) == widest > 1
     }
     found: dict[int, dict[float, float]] = defaultdict(dict)
     for trial in trials:

@@ -72,7 +72,9 @@ def test_a_rate_that_diverged_on_a_seed_is_not_chosen(diverged, other):
     assert (choice.learning_rate, choice.validation_nll) == (1e-4, pytest.approx(1.2))
     assert choice.seeds == ((0, 1) if other else (0,))
     assert choice.tried == (1e-4, 5e-4)
-    assert choose(trial(1e-4, 0, 1.0), trial(1e-4, 1, diverged)) is None
+    assert choose(*trials[2:], trial(1e-4, 0, None), trial(1e-4, 1, None)) is None
+    alone = choose(*trials[2:])  # nothing was chosen between
+    assert (alone.learning_rate, alone.seeds) == (5e-4, (0,))
 
 
 @given(st.sampled_from([math.nan, math.inf]))
