@@ -27,6 +27,10 @@ class Trial:
     def usable(self) -> bool:
         return self.validation_nll is not None and math.isfinite(self.validation_nll)
 
+    @property
+    def diverged(self) -> bool:
+        return self.validation_nll is not None and not self.usable
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -56,9 +60,11 @@ def choose_rates(trials: Iterable[Trial]) -> dict[tuple[str, float], Choice | No
     """For each method and number of epochs the rate of the lowest mean validation NLL; ties go to the lower rate.
 
     Rates are compared on equal terms, that is on the seeds that the same rates were trained with: of all seeds the one
-    with the most usable rates (ties: the lower seed), and those that have exactly the same ones. Seeds that were added
-    at the chosen rate alone so never change the choice; those that were added at two rates, because the choice moved in
-    between, could. Sweep and report therefore give the runs of the grid's first stage and no others.
+    with the most usable rates (ties: the lower seed), and those that have exactly the same ones. A rate that diverged
+    on one of the seeds with the most rates tried is no choice, however good on others; the only rate that was tried
+    stays one, by its other seeds. Seeds that were added at the chosen rate alone later, where several were tried, so
+    never change the choice; those that were added at two rates, because the choice moved in between, could. Sweep and
+    report therefore give the runs of the grid's first stage and no others.
 
     Returns:
         By (method, epochs), sorted; None where no run can be used.
@@ -70,9 +76,16 @@ def choose_rates(trials: Iterable[Trial]) -> dict[tuple[str, float], Choice | No
 
 
 def _choose(method: str, epochs: float, trials: list[Trial]) -> Choice | None:
+    tried_with: dict[int, set[float]] = defaultdict(set)
+    for trial in trials:
+        tried_with[trial.key.seed].add(trial.key.learning_rate)
+    widest = max(len(rates) for rates in tried_with.values())
+    diverged = {
+        trial.key.learning_rate for trial in trials if trial.diverged and len(tried_with[trial.key.seed]) == widest > 1
+    }
     found: dict[int, dict[float, float]] = defaultdict(dict)
     for trial in trials:
-        if trial.usable:
+        if trial.usable and trial.key.learning_rate not in diverged:
             assert trial.validation_nll is not None
             found[trial.key.seed][trial.key.learning_rate] = trial.validation_nll
     if not found:

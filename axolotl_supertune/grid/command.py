@@ -64,9 +64,20 @@ def sweep(
             return
         try:
             good = work.sweep(until)  # type: ignore[arg-type]
+        except OSError as error:
+            error.filename = error.filename or str(work.runs_dir)  # a full disk names no file
+            raise
         finally:
             console.print(work.summary())
-    except (ValueError, FileNotFoundError) as error:
+    except OSError as error:
+        if error.errno is None or isinstance(error, FileNotFoundError):
+            raise click.ClickException(str(error)) from error
+        where = error.filename or "a file of the grid's output_dir"
+        raise click.ClickException(
+            f"{where}: {error.strerror}. What is done stays, and the same command goes on when that is mended: make "
+            "room, or give this grid an output_dir that can be written."
+        ) from error
+    except ValueError as error:
         raise click.ClickException(str(error)) from error
     except OutOfTime:
         console.print("The time limit came first; the same command goes on.")

@@ -22,11 +22,20 @@ from .comparisons import (
     compare_with_base,
     seed_differences,
 )
-from .runs import CONFIG_FILE, SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, last_words, read_runs, read_scores
+from .runs import (
+    CONFIG_FILE,
+    GRID_FILE,
+    SCORES_FILE,
+    BenchmarkScores,
+    Run,
+    RunKey,
+    Scores,
+    last_words,
+    read_runs,
+    read_scores,
+)
 from .statistics import RESAMPLES
 
-# As sweep writes it.
-GRID_FILE = "grid.json"
 # Keys of a config.yml in which runs of one method at one rate may differ: the seed, and where things lie.
 _OF_ONE_RUN = {"seed", "output_dir", "dataset_prepared_path", "calibration_path"}
 # A trained count that is further from its budget is pointed out.

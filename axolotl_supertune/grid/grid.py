@@ -12,16 +12,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ..checks import ADAPTERS, OWN_KEYS
-from .runs import RunKey
+from .runs import GRID_FILE, RunKey
 
 SUPERTUNE = "axolotl_supertune.SupertunePlugin"
 RECORD = "axolotl_supertune.grid.record.RecordPlugin"
 PREPARED_FOLDER = "prepared"
 CALIBRATION_FOLDER = "calibration"
-RESERVED = ("base", PREPARED_FOLDER, CALIBRATION_FOLDER)
+CONTAMINATION_FILE = "contamination.json"
+# What lies in RUNS_DIR beside the methods' folders; `report` writes into the last one.
+RESERVED = ("base", PREPARED_FOLDER, CALIBRATION_FOLDER, GRID_FILE, CONTAMINATION_FILE, "contamination.log", "report")
 
 # What the grid says of every run; a base YAML or a method may not.
 OF_THE_GRID = ("learning_rate", "num_epochs", "seed", "output_dir")
@@ -39,21 +50,39 @@ _REFUSED = {
     "fsdp_config": "a run of a grid is one process on one GPU; drop it",
 }
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+def _no_truth(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"{value}: is no number; give one")
+    return value
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_no_truth)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_no_truth)]
 Seed = Annotated[int, Field(ge=0, strict=True)]
 
 
-def _distinct(values: list[Any]) -> list[Any]:
-    doubled = next(
-        (value for at, value in enumerate(values) if f"{value:g}" in {f"{each:g}" for each in values[:at]}), None
-    )
-    if doubled is not None:
-        raise ValueError(f"{doubled:g} is there twice (six digits tell two runs apart); drop one")
+def _distinct(values: list[float]) -> list[float]:
+    shown = [f"{value:g}" for value in values]
+    if doubled := [value for at, value in enumerate(shown) if value in shown[:at]]:
+        raise ValueError(f"{doubled[0]} is there twice (six digits tell two runs apart); drop one")
     return values
 
 
+def _each_once(values: list[int]) -> list[int]:
+    if doubled := [value for at, value in enumerate(values) if value in values[:at]]:
+        raise ValueError(f"{doubled[0]} is there twice; drop one")
+    return values
+
+
+def _share_or_count(value: float) -> float:
+    if value > 1 and not value.is_integer():
+        raise ValueError(f"{value:g}: is no number of items; give a whole one, or below 1 a share")
+    return value
+
+
 Rates = Annotated[list[Positive], Field(min_length=1), AfterValidator(_distinct)]
-Seeds = Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)]
+Seeds = Annotated[list[Seed], Field(min_length=1), AfterValidator(_each_once)]
 
 
 class GridError(ValueError):
@@ -74,10 +103,10 @@ class Method(_Section):
 class Chosen(_Section):
     """The second stage, at each method's best rate by validation NLL."""
 
-    seeds: Annotated[list[Seed], AfterValidator(_distinct)] = []
+    seeds: Annotated[list[Seed], AfterValidator(_each_once)] = []
     methods: list[str] = []
     """These always get the other seeds."""
-    leading: Annotated[int, Field(ge=0)] = 0
+    leading: Annotated[int, Field(ge=0), BeforeValidator(_no_truth)] = 0
     """And as many besides, those with the lowest validation NLL."""
 
 
@@ -87,12 +116,12 @@ class Score(_Section):
     runs: Literal["all", "chosen", "none"] = "chosen"
     """chosen: of each method those at its best rate, with all their seeds."""
     task: Literal["supertune_math", "supertune_math_beam4"] = "supertune_math"
-    batch_size: Annotated[int, Field(ge=1)] = 64
-    nll_batch_size: Annotated[int, Field(ge=1)] = 8
+    batch_size: Count = 64
+    nll_batch_size: Count = 8
     """Of the gold targets' NLL, which holds the logits of whole texts."""
-    max_gen_toks: Annotated[int, Field(ge=1)] | None = None
+    max_gen_toks: Count | None = None
     """Default: the task's 256."""
-    limit: Annotated[float, Field(gt=0)] | None = None
+    limit: Annotated[Positive, AfterValidator(_share_or_count)] | None = None
     """Items a benchmark, or below 1 a share: to try the grid out."""
     data_dir: str | None = None
     """Folder of the six benchmark files. Default: SUPERTUNE_DATA_DIR, else they are downloaded."""
@@ -106,7 +135,8 @@ class Grid(_Section):
     methods_from: str | None = None
     """A YAML of methods, name → keys: `methods` names some of them, and may lay keys of its own over theirs."""
     methods: Annotated[dict[str, Method], Field(min_length=1)]
-    learning_rates: Rates
+    learning_rates: Rates | None = None
+    """Of the methods that have none of their own."""
     epochs: Rates = [1.0]
     seeds: Seeds = [0]
     chosen: Chosen = Chosen()
@@ -142,6 +172,12 @@ class Grid(_Section):
                     f"methods: {name!r} cannot be the name of a folder of runs; use letters, digits, '-', '_' and '.', "
                     f"and none of {', '.join(RESERVED)}"
                 )
+        for name, method in self.methods.items():
+            if self.learning_rates is None and method.learning_rates is None:
+                raise ValueError(
+                    f"learning_rates: the key is missing, and methods.{name} has none of its own; a grid names base, "
+                    "output_dir, methods and learning_rates"
+                )
         for name in self.chosen.methods:
             if name not in self.methods:
                 raise ValueError(f"chosen.methods: {name} is none of methods ({', '.join(self.methods)}); add it there")
@@ -155,7 +191,7 @@ class Grid(_Section):
             for epochs in self.epochs
             for seed in self.seeds
             for name, method in self.methods.items()
-            for rate in method.learning_rates or self.learning_rates
+            for rate in method.learning_rates or self.learning_rates or ()
         ]
 
     def settings(self, key: RunKey) -> dict[str, Any]:
@@ -202,10 +238,26 @@ def read_grid(path: str | os.PathLike[str]) -> Grid:
     return grid
 
 
+class _Loader(yaml.SafeLoader):
+    """Of two keys of one name YAML keeps the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} is there twice; drop one", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """Raises GridError, which names the file, unless it is a YAML mapping."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except yaml.YAMLError as error:
         raise GridError(f"{path} is no YAML: {error}") from error
     if not isinstance(loaded, dict):
@@ -270,6 +322,13 @@ def _check_settings(path: Path, grid: Grid) -> None:
     """Refuse in base and methods what would make the runs incomparable."""
     base = path.parent / grid.base
     for name, method in grid.methods.items():
+        if "learning_rates" in method.settings:
+            own = dict(method.settings)
+            rates = own.pop("learning_rates")
+            raise GridError(
+                f"{path}: methods.{name}: learning_rates: {rates} stands among keys of a YAML; a method with rates of "
+                f"its own is written as {name}: {{settings: {own}, learning_rates: {rates}}}."
+            )
         for key in OF_THE_GRID:
             if key in method.settings:
                 raise GridError(

@@ -1,7 +1,7 @@
 """What a run of a grid leaves behind, and where: `sweep` writes it, `report` reads it and nothing else.
 
 RUNS_DIR/grid.json                    the grid, resolved: what is to be run, and with which YAML
-RUNS_DIR/prepared/                    the data sets as Axolotl tokenizes them, shared by all runs
+RUNS_DIR/prepared/DIGEST/             data sets as Axolotl tokenizes them, shared by the runs of the same files
 RUNS_DIR/calibration/                 activation norms, shared by the runs that calibrate alike
 RUNS_DIR/contamination.json           which test items the training data holds
 RUNS_DIR/base/scores.json             the model before training
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from ..files import whole_file
 
+GRID_FILE = "grid.json"
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yml"
 SCORES_FILE = "scores.json"
@@ -63,10 +64,12 @@ class Setup(BaseModel):
     """Of the validation NLL."""
     budget: str | None = None
     """The key that sets it, with its value; None: full fine-tuning, or the YAML leaves it to a default."""
+    files: dict[str, str] | None = None
+    """sha256 of the local data and calibration text, by the path that the YAML names. None: not recorded."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Read it from a YAML's mapping."""
+    def of(cls, settings: Mapping[str, Any], files: dict[str, str] | None = None) -> Self:
+        """Read it from a YAML's mapping, beside what the files held that it names."""
         revision = settings.get("revision_of_model")
         density = settings.get("sparse_density")
         budget = None if density is None else f"sparse_density {density}"
@@ -77,6 +80,7 @@ class Setup(BaseModel):
             datasets=_names(settings.get("datasets")),
             test_datasets=_names(settings.get("test_datasets")),
             budget=budget,
+            files=files,
         )
 
 
@@ -162,6 +166,10 @@ class Scores(_Record):
     """Items a benchmark (below 1: a share) where not all were asked."""
     asked: dict[str, Any] = {}
     """What the grid's `score` says of how they were asked."""
+    base_model: str | None = None
+    """As `Setup` has it; None: not recorded."""
+    files: dict[str, str] | None = None
+    """sha256 of the local training data that `clean` is about, by path; None: not recorded."""
     seconds: float
     jobs_per_gpu: int = 1
     device: str | None = None

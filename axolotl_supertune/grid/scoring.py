@@ -1,5 +1,6 @@
 """One model on the benchmarks, in a process of its own: `python -m axolotl_supertune.grid.scoring REQUEST`."""
 
+import json
 import sys
 import time
 from collections import defaultdict
@@ -10,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from .grid import Score
-from .runs import BenchmarkScores, RunKey, Scores
+from .runs import BenchmarkScores, RunKey, Scores, Setup
 
 # What of `score` changes the scores; the sizes of batches and where the files lie do not.
 ASKED = ("task", "max_gen_toks", "limit")
@@ -118,11 +119,26 @@ def score_model(request: Request) -> Scores:
         },
         limit=score.limit,
         asked=score.model_dump(include=set(ASKED)),
+        base_model=Setup.of(request.settings).base_model,
+        files=trained_on(Path(request.contamination)),
         seconds=time.perf_counter() - started,
         jobs_per_gpu=request.jobs_per_gpu,
         device=device_name(),
         versions=installed(),
     )
+
+
+def trained_on(report: Path) -> dict[str, str]:
+    """sha256 of the local files that a contamination report is about, by path.
+
+    Raises:
+        ValueError: it is no such report.
+    """
+    try:
+        train = json.loads(report.read_text(encoding="utf-8"))["train"]
+        return {each["path"]: each["sha256"] for each in train if "sha256" in each}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{report} is no contamination report ({error!r}); remove it to have it made anew.") from error
 
 
 def _digits(values: Iterable[float]) -> str:

@@ -1,9 +1,7 @@
 """`axolotl supertune sweep GRID`: train what is missing, choose rates by validation NLL, train their seeds, score."""
 
 import contextlib
-import copy
 import hashlib
-import importlib
 import json
 import shutil
 import sys
@@ -14,8 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-import yaml
-from axolotl.utils.schemas.config import AxolotlInputConfig
 from filelock import FileLock, Timeout
 from rich import box
 from rich.console import Console
@@ -24,44 +20,28 @@ from rich.table import Table
 
 from .. import checks
 from .. import plan as planning
-from ..args import SupertuneArgs
 from ..corpus import TRAINING_SET
 from ..data_checks import Said, is_here, look_at_data
 from ..files import whole_file
-from ..plugin import NORMS_FILE
-from .choice import Choice, Trial, choose_rates
-from .grid import (
-    CALIBRATION_FOLDER,
-    OF_THE_GRID,
-    PREPARED_FOLDER,
-    RECORD,
-    SUPERTUNE,
-    Grid,
-    GridError,
-    check_keys,
-    read_grid,
+from .folders import (
+    ADAPTER_FOLDER,
+    LOG_FILE,
+    as_yaml,
+    checkpoints,
+    holds_weights,
+    is_whole,
+    last_line,
+    make_ready,
+    tail,
+    write,
 )
+from .grid import CALIBRATION_FOLDER, CONTAMINATION_FILE, RECORD, GridError
 from .jobs import Job, Places, Pool
+from .present import Present
 from .record import VARIABLE, installed
-from .runs import (
-    CONFIG_FILE,
-    RUN_FILE,
-    SCORES_FILE,
-    Run,
-    RunKey,
-    Scores,
-    Setup,
-    last_words,
-    read_run,
-    read_runs,
-    read_scores,
-)
-from .scoring import ASKED, Request
+from .runs import CONFIG_FILE, GRID_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
+from .scoring import Request, trained_on
 
-GRID_FILE = "grid.json"
-LOG_FILE = "log.txt"
-CONTAMINATION_FILE = "contamination.json"
-ADAPTER_FOLDER = "adapter"
 LOCK_FILE = ".sweep.lock"
 
 TRAIN = (sys.executable, "-m", "axolotl.cli.train")
@@ -69,21 +49,7 @@ SCORE = (sys.executable, "-m", "axolotl_supertune.grid.scoring")
 PREPARE = (sys.executable, "-m", "axolotl_supertune.grid.prepare")
 CONTAMINATION = (sys.executable, "-m", "axolotl_supertune.tasks", "contamination")
 
-# What does not change activation norms; an unknown key counts as one that does.
-_NO_MATTER = {
-    *OF_THE_GRID,
-    *(key for key in SupertuneArgs.model_fields if not key.startswith("calibration_")),
-    *("adapter", "lora_r", "lora_alpha", "lora_dropout", "dataset_prepared_path"),
-    "lr_groups",  # what checks.prepare makes of sparse_lr
-} - {"lora_exclude_modules"}
-
-# Where things lie, which changes with the folder and not with what is computed.
-_PLACES = ("output_dir", "dataset_prepared_path", "calibration_path")
-_TAIL = 30
-"""Lines of the log that a failed run is recorded with."""
-
 Stage = Literal["train", "choose", "score"]
-State = Literal["done", "failed", "stopped", "new"]
 
 
 class Sweep:
@@ -116,115 +82,12 @@ class Sweep:
         contamination: Sequence[str] = CONTAMINATION,
     ) -> None:
         deadline = None if time_limit is None else time.monotonic() + time_limit
-        self.grid, self._path = read_grid(path), path
-        self.runs_dir = Path(self.grid.output_dir)
+        self._present = Present(path)
+        self.grid, self.runs_dir, self._path = self._present.grid, self._present.runs_dir, path
         self._places, self._console, self._retry_failed = places, console, retry_failed
         self._train, self._score, self._prepare, self._contamination = train, score, prepare, contamination
         self._pool = Pool(places, deadline, console)
         self._failed: set[str] = set()
-        self._known = _known_keys(self.grid)
-        check_keys(self.grid, path, self._known)
-        self._norms: dict[RunKey, Path | None] = {}
-        for key in self.grid.keys:
-            self.norms(key)
-        self._records = {run.key: run for run in read_runs(self.runs_dir)}
-
-    # What there is
-
-    def state(self, key: RunKey) -> State:
-        """Of one run, as its folder says.
-
-        Raises:
-            GridError: it is done, with another YAML than the grid gives it now; names the difference.
-        """
-        folder = self.runs_dir / key.folder
-        run = self._records.get(key)
-        if run is None:
-            return "stopped" if (folder / CONFIG_FILE).is_file() else "new"
-        if run.status == "done" and (difference := self.difference(key)):
-            raise GridError(
-                f"{folder} was trained with another YAML than {self._path} gives it now: {difference}. Put the grid "
-                "back, give it another output_dir, or remove that folder to train it again."
-            )
-        return run.status
-
-    def difference(self, key: RunKey) -> str | None:
-        """The first key in which a run's config.yml differs from what the grid says now; None where none does."""
-        path = self.runs_dir / key.folder / CONFIG_FILE
-        there = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        now = self.settings(key)
-        for name in sorted({*there, *now} - set(_PLACES)):
-            if there.get(name) != now.get(name):
-                return f"{name}: {there.get(name)} there, {now.get(name)} now"
-        return None
-
-    def settings(self, key: RunKey) -> dict[str, Any]:
-        """The whole YAML of a run, with the calibration that it shares."""
-        settings = self.grid.settings(key)
-        if norms := self.norms(key):
-            settings.pop("calibration_batch_size", None)
-            settings["calibration_path"] = norms.as_posix()
-        return settings
-
-    def norms(self, key: RunKey) -> Path | None:
-        """The file of activation norms that a run shares with all that calibrate alike; None: it needs none.
-
-        Raises:
-            GridError: the plugin refuses the run's YAML; names the method.
-        """
-        if key not in self._norms:
-            settings = copy.deepcopy(self.grid.settings(key))
-            shares = not settings.get("calibration_path")
-            try:
-                checks.prepare(settings, self._known)
-            except (ValueError, FileNotFoundError) as error:
-                raise GridError(f"{self._path}: methods.{key.method}: {error}") from error
-            needs = settings.get("adapter") in checks.ADAPTERS and shares and checks.may_need_norms(settings)
-            matter = {name: value for name, value in sorted(settings.items()) if name not in _NO_MATTER}
-            digest = hashlib.sha256(json.dumps(matter, sort_keys=True, default=str).encode()).hexdigest()[:12]
-            self._norms[key] = self.runs_dir / CALIBRATION_FOLDER / f"{digest}.safetensors" if needs else None
-        return self._norms[key]
-
-    def choices(self) -> dict[tuple[str, float], Choice | None]:
-        """Each method's best rate, by (method, epochs), from the runs of the first stage."""
-        return choose_rates(Trial.of(self._records[key]) for key in self.grid.keys if key in self._records)
-
-    def second_stage(self) -> list[RunKey]:
-        """The other seeds of the methods that always get them and of the leading ones, each at its best rate."""
-        chosen, choices, keys = self.grid.chosen, self.choices(), []
-        for epochs in self.grid.epochs:
-            found = {name: choice for (name, of), choice in choices.items() if of == epochs and choice is not None}
-            ranked = sorted(found, key=lambda name: found[name].validation_nll)
-            leading = [name for name in ranked if name not in chosen.methods][: chosen.leading]
-            keys += [
-                RunKey(method=name, learning_rate=found[name].learning_rate, epochs=epochs, seed=seed)
-                for seed in chosen.seeds
-                for name in self.grid.methods
-                if seed not in self.grid.seeds and name in found and name in (*chosen.methods, *leading)
-            ]
-        return keys
-
-    def best(self) -> list[RunKey]:
-        """The finished runs at each method's best rate, of all seeds of the grid."""
-        rates = {name: choice.learning_rate for name, choice in self.choices().items() if choice is not None}
-        seeds = {*self.grid.seeds, *self.grid.chosen.seeds}
-        return [
-            key
-            for key in self._done()
-            if rates.get((key.method, key.epochs)) == key.learning_rate and key.seed in seeds
-        ]
-
-    def to_score(self) -> list[RunKey]:
-        """The finished runs that the third stage asks."""
-        return {"all": self._done, "chosen": self.best, "none": list}[self.grid.score.runs]()
-
-    def _done(self) -> list[RunKey]:
-        return [key for key, run in self._records.items() if run.status == "done" and key.method in self.grid.methods]
-
-    def _scores(self, key: RunKey | None) -> Path:
-        return self.runs_dir / ("base" if key is None else key.folder) / SCORES_FILE
-
-    # What is done
 
     def sweep(self, until: Stage = "score") -> bool:
         """Run what is missing.
@@ -234,18 +97,19 @@ class Sweep:
 
         Raises:
             Signalled, OutOfTime: not all has run; nothing is running, and the next sweep goes on.
-            GridError: see `state`; or another sweep has this RUNS_DIR.
+            GridError: what is there is not what the grid says (see `Present.check`), data is missing, another sweep has
+                this RUNS_DIR, or training data was changed while this one ran.
         """
         with self._locked(), self._pool.signals():
-            self._records = {run.key: run for run in read_runs(self.runs_dir)}
-            for key in self.grid.keys:
-                self.state(key)
+            self._present.read()
+            self._present.check()
             self._check_data()
             self._write_grid()
             self._run_missing("training", self.grid.keys)
             if until != "train":
-                self._run_missing("other seeds", self.second_stage())
+                self._run_missing("other seeds", self._present.second_stage())
                 if until == "score" and self.grid.score.runs != "none":
+                    self._train_again()
                     self._score_missing()
                 self._tidy()
         for name in sorted(self._failed):
@@ -253,19 +117,27 @@ class Sweep:
         return not self._failed
 
     def plan(self) -> str:
-        """What `sweep` would run, as far as is known before it does: a line each with stage, run, state and action."""
+        """What `sweep` would run, as far as is known before it does: a line each with stage, run, state and action.
+
+        Raises:
+            GridError: see `Present.check`.
+        """
+        self._present.check()
         lines: list[tuple[str, str, str, str]] = []
-        ended = all(self.state(key) in ("done", "failed") for key in self.grid.keys)
-        for stage, keys in (("training", self.grid.keys), ("other seeds", self.second_stage() if ended else [])):
-            lines += [(stage, str(key.folder), self.state(key), self._would(key)) for key in keys]
+        ended = all(self._present.state(key) in ("done", "failed") for key in self.grid.keys)
+        for stage, keys in (
+            ("training", self.grid.keys),
+            ("other seeds", self._present.second_stage() if ended else []),
+        ):
+            lines += [(stage, str(key.folder), self._present.state(key), self._would(key)) for key in keys]
         chosen, seeds = self.grid.chosen, [seed for seed in self.grid.chosen.seeds if seed not in self.grid.seeds]
         if not ended and seeds:
             names = [*chosen.methods, *([f"the {chosen.leading} leading"] if chosen.leading else [])]
             which = f"seeds {', '.join(map(str, seeds))} of {', '.join(names)}"
             lines.append(("other seeds", which, "", "when training has ended"))
         if self.grid.score.runs != "none":
-            for scored in [None, *(self.to_score() if ended else [])]:
-                there = self._scored(scored) is not None
+            for scored in [None, *(self._present.to_score() if ended else [])]:
+                there = self._present.scored(scored) is not None
                 lines.append(
                     ("scoring", str(scored.folder) if scored else "base", *(("done", "") if there else ("", "score")))
                 )
@@ -274,7 +146,7 @@ class Sweep:
         width = max(len(run) for _, run, _, _ in lines)
         shown = [f"{stage:<11}  {run:<{width}}  {state:<7}  {would}".rstrip() for stage, run, state, would in lines]
         missing = sum(1 for *_, would in lines if would.startswith(("train", "go on")))
-        return "\n".join([*shown, f"{missing} runs to train, {len(self._done())} done, in {self.runs_dir}"])
+        return "\n".join([*shown, f"{missing} runs to train, {len(self._present.done())} done, in {self.runs_dir}"])
 
     def foresee(self) -> Said:
         """What the runs that are missing would be refused for, each with the methods that it is about.
@@ -288,9 +160,9 @@ class Sweep:
             if self._would(key):
                 missing.setdefault((key.method, key.epochs), key)
         for key in missing.values():
-            settings, norms = self.grid.settings(key), self.norms(key)
+            settings, norms = self._present.uncalibrated(key), self._present.norms(key)
             if norms is not None and norms.is_file():
-                settings = self.settings(key)
+                settings = self._present.settings(key)
             settings["plugins"] = [each for each in settings["plugins"] if each != RECORD]
             said = _foresee(settings, texts_read)
             for kind in ("refusals", "unchecked"):
@@ -306,21 +178,18 @@ class Sweep:
 
     def _check_data(self) -> None:
         """Raises GridError for a file of the data sets that is missing, unless nothing is to be made of it any more."""
-        if all(self.state(key) in ("done", "failed") for key in self.grid.keys) and not self._retry_failed:
-            return
-        if (self.runs_dir / PREPARED_FOLDER).is_dir():
-            return
-        for key in {key.method: key for key in self.grid.keys}.values():
-            if refusals := look_at_data(self.grid.settings(key)).refusals:
+        missing = [key for key in (*self.grid.keys, *self._present.second_stage()) if self._would(key)]
+        for key in {key.method: key for key in missing}.values():
+            if refusals := look_at_data(self._present.uncalibrated(key)).refusals:
                 raise GridError(f"{self._path}: methods.{key.method}: {refusals[0]}")
 
     def summary(self) -> Table:
         """The chosen rates, by validation NLL."""
-        table = Table(box=box.SIMPLE_HEAD, title=f"{len(self._done())} runs done in {self.runs_dir}")
+        table = Table(box=box.SIMPLE_HEAD, title=f"{len(self._present.done())} runs done in {self.runs_dir}")
         table.add_column("method")
         for column in ("epochs", "learning rate", "validation NLL", ""):
             table.add_column(column, justify="right")
-        choices = [choice for choice in self.choices().values() if choice is not None]
+        choices = [choice for choice in self._present.choices().values() if choice is not None]
         for choice in sorted(choices, key=lambda choice: (choice.epochs, choice.validation_nll)):
             edge = {"lowest": "the lowest tried", "highest": "the highest tried"}.get(choice.edge or "", "")
             table.add_row(
@@ -329,11 +198,11 @@ class Sweep:
         return table
 
     def _would(self, key: RunKey) -> str:
-        state = self.state(key)
+        state = self._present.state(key)
         if state == "done" or (state == "failed" and not self._retry_failed):
             return ""
         folder = self.runs_dir / key.folder
-        whole = [each for each in _checkpoints(folder) if _is_whole(each)] if self.difference(key) is None else []
+        whole = [each for each in checkpoints(folder) if is_whole(each)] if self._present.goes_on(key) else []
         step = max((int(each.name.rpartition("-")[2]) for each in whole), default=0)
         return f"go on from step {step}" if step else "train"
 
@@ -352,7 +221,7 @@ class Sweep:
 
     def _write_grid(self) -> None:
         runs = [
-            {"key": key.model_dump(), "folder": key.folder.as_posix(), "yaml": self.settings(key)}
+            {"key": key.model_dump(), "folder": key.folder.as_posix(), "yaml": self._present.settings(key)}
             for key in self.grid.keys
         ]
         with whole_file(self.runs_dir / GRID_FILE) as temporary:
@@ -360,7 +229,7 @@ class Sweep:
             temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _run_missing(self, title: str, keys: Sequence[RunKey]) -> None:
-        states = {key: self.state(key) for key in keys}
+        states = {key: self._present.state(key) for key in keys}
         again = ("new", "stopped", "failed") if self._retry_failed else ("new", "stopped")
         self._failed |= {str(key.folder) for key, state in states.items() if state == "failed" and state not in again}
         self._run_all(title, [key for key, state in states.items() if state in again])
@@ -368,20 +237,28 @@ class Sweep:
     def _run_all(self, title: str, keys: Sequence[RunKey]) -> None:
         if not keys:
             return
-        jobs = []
-        if not self.grid.base_settings.get("dataset_prepared_path") and not (self.runs_dir / PREPARED_FOLDER).is_dir():
-            jobs.append(self._shared("data", self.runs_dir / PREPARED_FOLDER, keys[0]))
-        makers: dict[Path, RunKey] = {}  # of the runs that need a file the first; all say alike how it is made
+        present = self._present
+        of_data: dict[Path, RunKey] = {}  # of the runs that need what is prepared the first; all say alike how
         for key in keys:
-            if (path := self.norms(key)) is not None and not path.is_file():
+            if (path := present.prepared(key)) is not None and not path.is_dir():
+                of_data.setdefault(path, key)
+        jobs = [self._shared("data", path, key) for path, key in of_data.items()]
+        makers: dict[Path, RunKey] = {}
+        for key in keys:
+            if (path := self._present.norms(key)) is not None and not path.is_file():
                 makers.setdefault(path, key)
         if any(self.grid.settings(key).get("calibration_dataset") == TRAINING_SET for key in makers.values()):
             self._pool_run("preparing", jobs)  # which they read
             jobs = []
         jobs += [self._shared("norms", path, key) for path, key in makers.items()]
         self._pool_run("preparing", jobs)
-        # Without its norms a run cannot start; that their calibration failed is told already.
-        ready = [key for key in keys if (norms := self.norms(key)) is None or norms.is_file()]
+        # Without them a run cannot start; that making them failed is told already.
+        ready = [
+            key
+            for key in keys
+            if ((norms := present.norms(key)) is None or norms.is_file())
+            and ((data := present.prepared(key)) is None or data.is_dir())
+        ]
         self._failed |= {str(key.folder) for key in keys if key not in ready}
         self._pool_run(title, [self._training(key) for key in ready])
 
@@ -391,31 +268,31 @@ class Sweep:
 
     def _shared(self, kind: str, target: Path, key: RunKey) -> Job:
         """A job that makes what several runs read: `kind` of prepare.py, by the YAML of one of them."""
-        config = self.runs_dir / CALIBRATION_FOLDER / f"{target.stem}.yml"
+        config = self.runs_dir / CALIBRATION_FOLDER / f"{'tokenizing-' if kind == 'data' else ''}{target.stem}.yml"
         log = config.with_suffix(".log")
 
         def begin() -> None:
-            settings = self.grid.settings(key)
+            settings = self._present.uncalibrated(key)
             settings["plugins"] = [each for each in settings["plugins"] if each != RECORD]
             settings["output_dir"] = config.with_suffix("").as_posix()
-            _write(config, _as_yaml(settings))
+            write(config, as_yaml(settings))
             log.unlink(missing_ok=True)
 
         def end(code: int) -> str | None:
             shutil.rmtree(config.with_suffix(""), ignore_errors=True)
-            return None if code == 0 and target.exists() else _last_line(log, code)
+            return None if code == 0 and target.exists() else last_line(log, code)
 
         name = {"data": "tokenizing", "norms": f"calibrating for {key.method}, seed {key.seed}"}[kind]
         return Job(name, [*self._prepare, kind, str(config), str(target)], log, begin, end, lambda: None)
 
     def _training(self, key: RunKey) -> Job:
         folder = self.runs_dir / key.folder
-        settings = self.settings(key)
-        text = _as_yaml(settings)
+        settings = self._present.settings(key)
+        text = as_yaml(settings)
         known = {
             "key": key.model_dump(),
             "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "setup": Setup.of(settings).model_dump(),
+            "setup": Setup.of(settings, self._present.files(key)).model_dump(),
             "jobs_per_gpu": self._places.jobs_per_gpu,
         }
         started = datetime.now(UTC)
@@ -423,25 +300,25 @@ class Sweep:
         def begin() -> None:
             nonlocal started
             started = datetime.now(UTC)
-            self._records.pop(key, None)
-            _make_ready(folder, resumable=self.difference(key) is None)
-            _write(folder / CONFIG_FILE, text)
+            make_ready(folder, resumable=self._present.goes_on(key))
+            self._present.records.pop(key, None)
+            write(folder / CONFIG_FILE, text)
 
         def end(code: int) -> str | None:
             wrong = None
             if not (folder / RUN_FILE).is_file():
-                wrong = _last_line(folder / LOG_FILE, code)
+                wrong = last_line(folder / LOG_FILE, code)
                 Run(
                     **known,  # type: ignore[arg-type]
                     status="failed",
-                    error=_tail(folder / LOG_FILE, code),
+                    error=tail(folder / LOG_FILE, code),
                     started=started.isoformat(timespec="seconds"),
                     seconds=(datetime.now(UTC) - started).total_seconds(),
                     versions=installed(),
                 ).write(folder / RUN_FILE)
-            self._records[key] = read_run(folder / RUN_FILE)
+            self._present.records[key] = read_run(folder / RUN_FILE)
             if wrong is None and self.grid.keep != "all":
-                for each in _checkpoints(folder):
+                for each in checkpoints(folder):
                     shutil.rmtree(each)
             return wrong
 
@@ -451,54 +328,38 @@ class Sweep:
 
     def _expected(self, key: RunKey) -> float | None:
         """Seconds: the longest of the method's runs, or else of all, an epoch; None while none is done."""
-        done = [run for run in self._records.values() if run.status == "done"]
+        done = [run for run in self._present.records.values() if run.status == "done"]
         like = [run for run in done if run.key.method == key.method] or done
         same = [run.seconds for run in like if run.key.epochs == key.epochs]
         return max(same or [run.seconds / run.key.epochs * key.epochs for run in like], default=None)
 
-    def _score_missing(self) -> None:
-        missing: list[RunKey | None] = []
-        seconds: list[float] = []
-        for key in (None, *self.to_score()):
-            scores = self._scored(key)
-            if scores is None:
-                missing.append(key)
-            else:
-                seconds.append(scores.seconds)
-        if not missing:
-            return
-        gone = [key for key in missing if key is not None and not _holds_weights(self.runs_dir / key.folder)]
-        if gone:
-            self._console.print(
-                f"{len(gone)} chosen runs were not chosen before, and keep: chosen dropped their weights."
-            )
-            self._run_all("training again", gone)
-        if not self._report_contamination():
-            return
-        jobs = [
-            self._scoring(key, seconds)
-            for key in missing
-            if key is None or (_holds_weights(self.runs_dir / key.folder) and key in self._done())
-        ]
-        self._pool_run("scoring", jobs)
+    def _train_again(self) -> None:
+        """Train the runs that are to be scored and whose weights are gone.
 
-    def _scored(self, key: RunKey | None) -> Scores | None:
-        """The scores of a run, or of the base, if there are any.
-
-        Raises:
-            GridError: they were asked otherwise than the grid asks now.
+        A second training may end with another NLL, and the choice fall elsewhere: until nothing is missing any more.
         """
-        path = self._scores(key)
-        if not path.is_file():
-            return None
-        scores = read_scores(path)
-        for name, value in self.grid.score.model_dump(include=set(ASKED)).items():
-            if scores.asked.get(name) != value:
-                raise GridError(
-                    f"{path} was made with score: {{{name}: {scores.asked.get(name)}}}, and {self._path} says "
-                    f"{value}: put it back, or remove the scores.json files to score again."
-                )
-        return scores
+        done: set[RunKey] = set()
+        while gone := [key for key in self._unscored() if key not in done and not self._has_weights(key)]:
+            self._console.print(f"{len(gone)} runs that are to be scored have no weights any more: they train again.")
+            done |= {*gone}
+            self._run_all("training again", gone)
+            others = [key for key in self._present.second_stage() if self._present.state(key) in ("new", "stopped")]
+            self._run_all("other seeds", others)
+
+    def _unscored(self) -> list[RunKey]:
+        return [key for key in self._present.to_score() if self._present.scored(key) is None]
+
+    def _has_weights(self, key: RunKey) -> bool:
+        return holds_weights(self.runs_dir / key.folder)
+
+    def _score_missing(self) -> None:
+        seconds = [scores.seconds for key in (None, *self._present.to_score()) if (scores := self._present.scored(key))]
+        base: list[RunKey | None] = [None] if self._present.scored(None) is None else []
+        missing = [*base, *self._unscored()]
+        without = [key for key in missing if key is not None and not self._has_weights(key)]
+        self._failed |= {f"score {key.folder}: it left no weights" for key in without}
+        if missing and self._report_contamination():
+            self._pool_run("scoring", [self._scoring(key, seconds) for key in missing if key not in without])
 
     def _report_contamination(self) -> bool:
         """Whether there is a report of the training data: no model is scored without."""
@@ -517,11 +378,22 @@ class Sweep:
             command,
             log,
             begin,
-            lambda code: None if report.is_file() else _last_line(log, code),
+            lambda code: None if report.is_file() else last_line(log, code),
             lambda: None,
         )
         self._pool_run("comparing training and test data", [job])
-        return report.is_file()
+        if not report.is_file():
+            return False
+        trained = self._present.training_files()
+        for path, found in trained_on(report).items():
+            if trained.get(path, found) != found:
+                report.unlink()
+                raise GridError(
+                    f"{path}: was changed while this sweep ran (sha256 {trained[path][:12]} when it began, "
+                    f"{found[:12]} now), and no model is scored beside a report on other data: put it back, and sweep "
+                    "again."
+                )
+        return True
 
     def _datasets(self) -> list[dict[str, Any]]:
         """All training data of the grid, each once."""
@@ -532,7 +404,7 @@ class Sweep:
         return list(found.values())
 
     def _scoring(self, key: RunKey | None, seconds: list[float]) -> Job:
-        path = self._scores(key)
+        path = self._present.scores_file(key)
         log = path.with_name("score.log")
         settings = self.grid.settings(key or self.grid.keys[0])
         request = Request(
@@ -547,7 +419,7 @@ class Sweep:
 
         def end(code: int) -> str | None:
             if not path.is_file():
-                return _last_line(log, code)
+                return last_line(log, code)
             seconds.append(read_scores(path).seconds)
             return None
 
@@ -564,8 +436,11 @@ class Sweep:
         """Drop the weights that no stage needs any more, unless all are kept."""
         if self.grid.keep == "all":
             return
-        needed = {*self.best(), *(key for key in self.to_score() if not self._scores(key).is_file())}
-        for key in self._done():
+        needed = {
+            *self._present.best(),
+            *(key for key in self._present.to_score() if not self._present.scores_file(key).is_file()),
+        }
+        for key in self._present.done():
             if key not in needed:
                 shutil.rmtree(self.runs_dir / key.folder / ADAPTER_FOLDER, ignore_errors=True)
 
@@ -584,81 +459,3 @@ def _foresee(settings: dict[str, Any], texts_read: dict[str, Said]) -> Said:
     except click.ClickException as error:
         return Said([error.message])
     return Said(found.refusals, found.unchecked)
-
-
-def _known_keys(grid: Grid) -> set[str]:
-    """Axolotl's keys, and those of the plugins that the grid names.
-
-    Raises:
-        GridError: a plugin cannot be loaded.
-    """
-    known = set()
-    models: list[Any] = [AxolotlInputConfig, SupertuneArgs]
-    every = [grid.base_settings, *(method.settings for method in grid.methods.values())]
-    for name in dict.fromkeys(name for settings in every for name in settings.get("plugins") or []):
-        if name in (SUPERTUNE, RECORD):
-            continue
-        try:
-            module, _, plugin = name.rpartition(".")
-            dotted = getattr(importlib.import_module(module), plugin)().get_input_args()
-            if dotted:
-                module, _, arguments = dotted.rpartition(".")
-                models.append(getattr(importlib.import_module(module), arguments))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise GridError(f"plugins: {name} cannot be loaded: {error}; install it, or remove it.") from error
-    for model in models:
-        known |= set(model.model_fields)
-        known |= {field.alias for field in model.model_fields.values() if field.alias}
-    return known
-
-
-def _make_ready(folder: Path, *, resumable: bool) -> None:
-    """Leave of an earlier attempt what a new one goes on from: whole checkpoints of the same YAML, or nothing."""
-    for name in (RUN_FILE, SCORES_FILE):
-        (folder / name).unlink(missing_ok=True)
-    for checkpoint in _checkpoints(folder):
-        if not _is_whole(checkpoint):
-            shutil.rmtree(checkpoint)
-    if not (resumable and _checkpoints(folder)):
-        shutil.rmtree(folder / ADAPTER_FOLDER, ignore_errors=True)
-        (folder / LOG_FILE).unlink(missing_ok=True)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in (folder / ADAPTER_FOLDER).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))  # the Trainer writes it last
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _holds_weights(folder: Path) -> bool:
-    return any(path.name != NORMS_FILE for path in (folder / ADAPTER_FOLDER).glob("*.safetensors"))
-
-
-def _as_yaml(settings: dict[str, Any]) -> str:
-    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=100)
-
-
-def _write(path: Path, text: str) -> None:
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-def _tail(log: Path, code: int) -> str:
-    """How a process ended, and the last lines that it printed."""
-    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    # Progress bars overwrite a line with carriage returns.
-    lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")]
-    return "\n".join([f"ended with {ended}", *lines[-_TAIL:]])
-
-
-def _last_line(log: Path, code: int) -> str:
-    """What to print of a failure: how the process ended, the last line, and where the others are."""
-    ended, _, lines = _tail(log, code).partition("\n")
-    return f"{ended}: {last_words(lines)} ({log})"

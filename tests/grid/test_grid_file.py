@@ -73,6 +73,25 @@ def test_names_without_keys_are_taken_from_another_file(write_grid, tmp_path, me
         ({"learning_rates": [1e-3, "1.0000001e-3"]}, "learning_rates: 0.001 is there twice"),
         ({"seeds": [-1]}, "seeds.0: -1: "),
         ({"epochs": [1, 1.0]}, "epochs: 1 is there twice"),
+        ({"seeds": [10**6, 10**6]}, "seeds: 1000000 is there twice"),
+        ({"learning_rates": [True]}, "learning_rates.0: True: is no number"),
+        ({"epochs": [True]}, "epochs.0: True: is no number"),
+        ({"score": {"batch_size": True}}, "score.batch_size: True: is no number"),
+        ({"score": {"limit": True}}, "score.limit: True: is no number"),
+        ({"score": {"limit": 1.5}}, "score.limit: 1.5: is no number of items; give a whole one, or below 1 a share"),
+        ({"chosen": {"leading": True}}, "chosen.leading: True: is no number"),
+        ({"methods": {"report": MAGNITUDE}}, "'report' cannot be the name of a folder"),
+        ({"methods": {"grid.json": MAGNITUDE}}, "'grid.json' cannot be the name of a folder"),
+        ({"methods": {"contamination.json": MAGNITUDE}}, "'contamination.json' cannot be the name of a folder"),
+        (
+            {"methods": {"lora": {"adapter": "lora", "lora_r": 4, "learning_rates": [0.5]}}},
+            "methods.lora: learning_rates: [0.5] stands among keys of a YAML; a method with rates of its own is "
+            "written as lora: {settings: {'adapter': 'lora', 'lora_r': 4}, learning_rates: [0.5]}.",
+        ),
+        (
+            {"learning_rates": None, "methods": {"a": {"settings": MAGNITUDE, "learning_rates": [1]}, "b": MAGNITUDE}},
+            "learning_rates: the key is missing, and methods.b has none of its own",
+        ),
         ({"methods": {}}, "methods: "),
         ({"methods": ["lora", "lora"]}, "methods: lora is there twice"),
         ({"methods": 3}, "methods: a list of names"),
@@ -136,6 +155,40 @@ def test_a_file_that_is_not_there_is_named(write_grid, key, name):
         FileNotFoundError, match=rf"{key}: there is no file .*gone\.yml; it is looked for beside the grid"
     ):
         read_grid(path)
+
+
+def test_numbers_that_are_what_they_should_be_are_taken(write_grid):
+    methods = {"a": {"settings": MAGNITUDE, "learning_rates": [1, "5e-5"]}}
+    for limit in (1, 3.0, 0.5, None):
+        grid = read_grid(
+            write_grid(methods=methods, learning_rates=None, seeds=[10**6, 10**6 + 1], score={"limit": limit})
+        )
+        assert grid.score.limit == limit
+    assert {key.learning_rate for key in grid.keys} == {1, 5e-5}
+    assert {key.seed for key in grid.keys} == {10**6, 10**6 + 1}
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "key"),
+    [
+        ("grid.yml", "base: base.yml\nmethods: {lora: , lora: {lora_r: 4}}", "lora"),
+        ("grid.yml", "base: base.yml\nlearning_rates: [1]\nlearning_rates: [2]", "learning_rates"),
+        ("base.yml", "base_model: a\ndatasets:\n- {path: a, path: b}", "path"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(write_grid, file, text, key):
+    """YAML would take the last one."""
+    path = write_grid()
+    path.with_name(file).write_text(text)
+    with pytest.raises(GridError, match=rf"{file} is no YAML: the key {key} is there twice; drop one(.|\n)*line \d"):
+        read_grid(path)
+
+
+def test_a_key_over_a_merged_one_is_no_second_one(write_grid):
+    path = write_grid()
+    base = path.with_name("base.yml")
+    base.write_text(base.read_text() + "more: &more {a: 1, b: 2}\nother: {<<: *more, a: 3}\n")
+    assert read_grid(path).base_settings["other"] == {"a": 3, "b": 2}
 
 
 @pytest.mark.parametrize(("text", "message"), [("- a", "holds list"), ("a: [", "is no YAML")])

@@ -11,6 +11,7 @@ import yaml
 
 from axolotl_supertune.grid.grid import read_grid
 from axolotl_supertune.grid.jobs import Places
+from axolotl_supertune.grid.present import Present
 from axolotl_supertune.grid.runs import RunKey
 from axolotl_supertune.grid.sweep import Sweep
 
@@ -35,18 +36,19 @@ def test_a_grid_can_be_run_as_it_is(name, tmp_path, monkeypatch):
     calibration.write_text("text")
     sweep = Sweep(PAPER / f"{name}.yml", Places(()), None)
     assert sweep.plan().count("training") > 40
-    keys = sweep.grid.keys
+    present = Present(PAPER / f"{name}.yml")
+    keys = present.grid.keys
     on_training_set = {key for key in keys if key.method.endswith("-on-training-set")}
     assert {key.method for key in on_training_set} == (
         {"super-top-on-training-set", "super-bottom-on-training-set"} if name == "smollm2-135m" else set()
     )
-    wanda = {key for key in keys if sweep.norms(key)} - on_training_set
+    wanda = {key for key in keys if present.norms(key)} - on_training_set
     two_rates = {key for key in wanda if key.method.endswith("-two-rates")}
     assert bool(two_rates) == (name == "smollm2-135m")
     expected = {"super-top", "super-bottom", "super-hybrid", "supra"} | ({"supra-top"} if not two_rates else set())
     assert {key.method.rstrip("0123456789.-") for key in wanda - two_rates} == expected
-    assert len({sweep.norms(key) for key in wanda}) == 1, "one calibration for all"
-    assert not {sweep.norms(key) for key in wanda} & {sweep.norms(key) for key in on_training_set}
+    assert len({present.norms(key) for key in wanda}) == 1, "one calibration for all"
+    assert not {present.norms(key) for key in wanda} & {present.norms(key) for key in on_training_set}
 
 
 @pytest.mark.parametrize("name", GRIDS)

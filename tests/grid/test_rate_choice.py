@@ -63,6 +63,26 @@ def test_rates_are_compared_by_their_mean_over_the_seeds_that_ran_them_all():
     assert (choice.learning_rate, choice.seeds) == (1e-4, (0,))
 
 
+@pytest.mark.parametrize("diverged", [math.nan, math.inf])
+@pytest.mark.parametrize("other", [1.2, None])
+def test_a_rate_that_diverged_on_a_seed_is_not_chosen(diverged, other):
+    """Its other seeds are luck: the next one may diverge again."""
+    trials = [trial(1e-4, 0, 1.2), trial(1e-4, 1, other), trial(5e-4, 0, 0.5), trial(5e-4, 1, diverged)]
+    choice = choose(*trials)
+    assert (choice.learning_rate, choice.validation_nll) == (1e-4, pytest.approx(1.2))
+    assert choice.seeds == ((0, 1) if other else (0,))
+    assert choice.tried == (1e-4, 5e-4)
+    assert choose(*trials[2:], trial(1e-4, 0, None), trial(1e-4, 1, None)) is None
+    alone = choose(*trials[2:])  # nothing was chosen between
+    assert (alone.learning_rate, alone.seeds) == (5e-4, (0,))
+
+
+@given(st.sampled_from([math.nan, math.inf]))
+def test_a_seed_added_at_the_chosen_rate_that_diverged_does_not_change_it(nll):
+    first = [trial(1e-4, 0, 1.0), trial(5e-4, 0, 0.5)]
+    assert choose(*first, trial(5e-4, 1, nll)) == choose(*first)
+
+
 def test_methods_and_epochs_are_chosen_for_apart():
     choices = choose_rates(
         [trial(1e-4, 0, 1.0), trial(5e-4, 0, 2.0), trial(5e-4, 0, 0.5, epochs=3), trial(1e-3, 0, None, method="lora")]

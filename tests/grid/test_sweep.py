@@ -1,5 +1,6 @@
 """A sweep runs what is missing and nothing twice, however it was stopped; its processes are stand-ins."""
 
+import errno
 import json
 import os
 import signal
@@ -163,11 +164,13 @@ def test_a_finished_run_with_another_yaml_is_an_error_that_names_the_difference(
     assert stage.sweep(write_grid())
     stage.calls()
     grid = write_grid(base={"micro_batch_size": 2})
-    with pytest.raises(
-        GridError, match=r"runs/lora/lr0.0001-ep1-seed0 was trained with .*: micro_batch_size: 4 there, 2 now\. Put"
-    ):
+    expected = (
+        rf"runs: finished runs were trained otherwise than {grid} says now \(4\):\n"
+        r"  runs/lora/lr0.0001-ep1-seed0: micro_batch_size: 4 there, 2 now\n(  runs/.*\n){3}Put"
+    )
+    with pytest.raises(GridError, match=expected):
         stage.sweep(grid)
-    with pytest.raises(GridError, match="micro_batch_size: 4 there, 2 now"):
+    with pytest.raises(GridError, match=expected):
         Sweep(grid, Places(()), None).plan()
     assert stage.calls() == []
 
@@ -187,15 +190,48 @@ def test_a_run_that_is_chosen_after_its_weights_were_dropped_is_trained_again(st
     stage.plan["nll"] = {}
     assert stage.sweep(write_grid(score={"runs": "all"}))
     assert stage.calls("run") == ["lora 0.001 0", "magnitude 0.001 0"]
-    assert "2 chosen runs were not chosen before" in stage.printed
+    assert "2 runs that are to be scored have no weights any more" in stage.printed
     assert len(list(RUNS.rglob("scores.json"))) == 5
+
+
+@pytest.mark.parametrize("keep", ["chosen", "all"])
+def test_a_choice_that_training_again_moves_is_followed(stage, write_grid, keep):
+    """Devices are not deterministic: the second training may be worse, and another rate the best."""
+    grid = write_grid(keep=keep, chosen={"seeds": [1], "methods": ["lora"]})
+    stage.plan["nll"] = {"lora 0.001 0": 0.5, "lora 0.0001 0": 0.6}
+    assert stage.sweep(grid, until="choose")
+    for seed in (0, 1):
+        (folder("lora", 1e-3, seed) / "adapter/adapter_model.safetensors").unlink()
+    stage.calls()
+    stage.plan["nll"] = {"lora 0.001 0": 0.9, "lora 0.0001 0": 0.6}
+    assert stage.sweep(grid)
+    calls = stage.calls()
+    again = ["lora 0.0001 0"] if keep == "chosen" else []
+    assert [call["run"] for call in calls if "run" in call] == ["lora 0.001 0", "lora 0.001 1", "lora 0.0001 1", *again]
+    scored = {call["score"] for call in calls if "score" in call}
+    assert {str(folder("lora", 1e-4, seed) / "adapter") for seed in (0, 1)} <= scored
+    assert not {str(folder("lora", 1e-3, seed) / "adapter") for seed in (0, 1)} & scored
+    assert "not chosen before" not in stage.printed
+    assert {"lora 0.0001 0", "lora 0.0001 1"} <= weights()
+    assert stage.sweep(grid)
+    assert stage.calls() == []
+
+
+def test_a_seed_that_diverged_decides_against_its_rate_and_is_not_scored(stage, write_grid):
+    nan = float("nan")
+    stage.plan["nll"] = {"lora 0.001 0": 0.1, "lora 0.001 1": nan, "magnitude 0.001 7": nan, "magnitude 0.001 0": 0.5}
+    assert stage.sweep(write_grid(seeds=[0, 1], chosen={"seeds": [7], "leading": 2}))
+    assert {name for name in stage.calls("score") if "lora" in name} == {
+        str(folder("lora", 1e-4, seed) / "adapter") for seed in (0, 1, 7)
+    }
+    assert not (folder("magnitude", 1e-3, 7) / "scores.json").exists()
 
 
 def test_scores_that_were_asked_otherwise_are_an_error(stage, write_grid):
     assert stage.sweep(write_grid(score={"limit": 2}))
-    with pytest.raises(GridError, match=r"base/scores.json was made with score: \{limit: 2.0\}, and .* says None"):
+    with pytest.raises(GridError, match=r"base/scores.json: score.limit: 2.0 there, None now\n"):
         stage.sweep(write_grid())
-    with pytest.raises(GridError, match=r"base/scores.json was made with"):
+    with pytest.raises(GridError, match=r"base/scores.json: score.limit"):
         Sweep(write_grid(), Places(()), None).plan()
 
 
@@ -435,6 +471,28 @@ def test_the_command_says_what_is_wrong_and_how_it_ended(stage, write_grid, comm
     for good, code in ((True, 0), (False, 1)):
         monkeypatch.setattr(Sweep, "sweep", lambda self, until, good=good: good)
         assert command(write_grid()).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "runs: No space left on device. What is done stays"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "runs/grid.json"),
+            "Error: runs/grid.json: Read-only file",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(write_grid, command, monkeypatch, error, said):
+    def full(*arguments):
+        raise error
+
+    grid = write_grid()
+    monkeypatch.setattr("axolotl_supertune.grid.sweep.Sweep._write_grid", full)
+    result = command(grid)
+    assert result.exit_code == 1
+    assert said in result.output
+    assert isinstance(result.exception, SystemExit)
 
 
 def test_gpus_are_numbered_among_the_visible_ones(monkeypatch):

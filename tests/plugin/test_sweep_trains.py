@@ -17,6 +17,7 @@ from axolotl_supertune import ActivationNorms, data_checks
 from axolotl_supertune.cli import supertune
 from axolotl_supertune.grid.grid import RECORD, SUPERTUNE
 from axolotl_supertune.grid.jobs import Places
+from axolotl_supertune.grid.prepare import prepare_data
 from axolotl_supertune.grid.record import VARIABLE
 from axolotl_supertune.grid.runs import RunKey, read_run
 from axolotl_supertune.grid.sweep import Sweep
@@ -213,9 +214,23 @@ def test_a_sweep_runs_axolotls_own_commands(write_grid, tmp_path, monkeypatch):
     assert not (folder / "adapter/activation_norms.safetensors").exists(), "it calibrated once more"
     log = (folder / "log.txt").read_text()
     assert "Loading prepared dataset from disk" in log, "it tokenized once more"
-    assert len(list((tmp_path / "runs/prepared").iterdir())) >= 2
+    [prepared] = (tmp_path / "runs/prepared").iterdir()
+    assert len(list(prepared.iterdir())) >= 2
 
     sweep = Sweep(tmp_path / "grid.yml", Places(()), Console(width=200))
     before = (folder / "run.json").stat()
     assert sweep.sweep("choose")
     assert (folder / "run.json").stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("key", ["datasets", "test_datasets"])
+def test_tokenizing_to_no_record_at_all_is_a_failure(write_grid, data, tmp_path, key):
+    write_grid({"lora": {"adapter": "lora"}})
+    config = yaml.safe_load((tmp_path / "base.yml").read_text())
+    config |= {"adapter": "super", "output_dir": "out", "learning_rate": 1e-3, "num_epochs": 1, "plugins": [SUPERTUNE]}
+    record = {"instruction": "How many? " * 2000, "input": "", "output": "1"}
+    (data[0] if key == "datasets" else data[1]).write_text(json.dumps(record) + "\n")
+    (tmp_path / "config.yml").write_text(yaml.safe_dump({name: each for name, each in config.items() if each}))
+    with pytest.raises(ValueError, match=rf"^{key}: of \w+.jsonl no record is left .*sequence_len: [0-9]+"):
+        prepare_data(tmp_path / "config.yml", tmp_path / "prepared" / "here")
+    assert not list((tmp_path / "prepared").iterdir())

@@ -1,5 +1,6 @@
 """A model of a grid on the benchmarks, item by item."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -63,12 +64,15 @@ def golds(model, tokenizer, benchmark, count):
     return found
 
 
-def test_an_adapter_is_asked_every_benchmark_item_by_item(request_for, tiny_base, tiny_adapter):
+def test_an_adapter_is_asked_every_benchmark_item_by_item(request_for, tiny_base, tiny_adapter, tmp_path):
     scores = score_model(request_for(tiny_adapter))
     assert scores.key == KEY
     assert scores.limit == 3
     assert scores.jobs_per_gpu == 2
     assert scores.asked == {"task": "supertune_math", "max_gen_toks": 4, "limit": 3.0}
+    assert scores.base_model == str(tiny_base)
+    training = tmp_path / "train.jsonl"
+    assert scores.files == {str(training): hashlib.sha256(training.read_bytes()).hexdigest()}
     assert list(scores.benchmarks) == list(BENCHMARKS)
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
     plain = AutoModelForCausalLM.from_pretrained(tiny_base)

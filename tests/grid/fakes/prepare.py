@@ -13,6 +13,6 @@ if kind in plan.get("prepare_fails", []):
     print(f"no text for {kind}")
     sys.exit(1)
 if kind == "data":
-    target.mkdir()
+    target.mkdir(parents=True)
 else:
     target.write_text("norms")

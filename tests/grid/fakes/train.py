@@ -29,6 +29,8 @@ if behaviour == "fail":
     sys.exit(7)
 if behaviour == "exit":
     sys.exit(0)
+for path in plan.get("edits", []):
+    Path(path).write_text("edited")
 adapter.mkdir(parents=True, exist_ok=True)
 if behaviour in ("block", "stop the sweep"):
     for step in (2, 4):
