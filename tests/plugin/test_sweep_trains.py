@@ -176,8 +176,8 @@ def test_a_dry_run_says_what_runs_would_be_refused_for(write_grid, problems):
     read = []
     grid = write_grid(methods, calibration_samples=900)
     with pytest.MonkeyPatch.context() as patched:
-        original = data_checks._windows
-        patched.setattr(data_checks, "_windows", lambda cfg, *args: (read.append(cfg), original(cfg, *args)))
+        original = data_checks.windows_of_text
+        patched.setattr(data_checks, "windows_of_text", lambda cfg, *args: (read.append(cfg), original(cfg, *args)))
         result = CliRunner().invoke(supertune, ["sweep", str(grid), "--dry-run"])
     assert result.exit_code == 1, result.output
     assert [cfg["calibration_samples"] for cfg in read] == [900, 3]
