@@ -122,9 +122,10 @@ def over_seeds(differences: Sequence[float]) -> Interval | None:
     found = spread(differences)
     if found is None or found.deviation is None:
         return None
+    if min(differences) == max(differences):  # a mean and a deviation of equal numbers are so but for rounding
+        only = float(differences[0])
+        return Interval(only, only, only, 1.0 if only == 0 else 0.0)
     error, freedom = found.deviation / found.count**0.5, found.count - 1
-    if not error:  # equal in every seed
-        return Interval(found.mean, found.mean, found.mean, 1.0 if found.mean == 0 else 0.0)
     half = float(t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
     p = 2 * float(t.sf(abs(found.mean) / error, freedom))
     return Interval(found.mean, found.mean - half, found.mean + half, p)

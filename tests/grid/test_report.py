@@ -20,12 +20,11 @@ import yaml
 from click.testing import CliRunner
 from grid_cases import MAGNITUDE
 from grid_records import SETUP, grid, make_run, make_scores, save_records
-from rich.console import Console
 
 from axolotl_supertune.grid.comparisons import METRICS, accuracies
 from axolotl_supertune.grid.figures import figures
 from axolotl_supertune.grid.findings import find
-from axolotl_supertune.grid.jobs import Places
+from axolotl_supertune.grid.present import Present
 from axolotl_supertune.grid.report import FIGURES, TABLES, report
 from axolotl_supertune.grid.runs import (
     SCORES_FILE,
@@ -38,7 +37,6 @@ from axolotl_supertune.grid.runs import (
     read_scores,
 )
 from axolotl_supertune.grid.statistics import Interval, holm
-from axolotl_supertune.grid.sweep import Sweep
 from axolotl_supertune.grid.tables import latex, tables
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -171,11 +169,12 @@ def test_the_report_is_of_the_grid_and_chooses_as_the_sweep_does(stage, write_gr
     usual = {"learning_rates": [1e-3], "chosen": LATER}
     for keys in (before, after):
         assert stage.sweep(write_grid(**{**usual, **keys}))
-    sweep = Sweep(stage.folder / "grid.yml", Places(()), Console(quiet=True))
+    present = Present(stage.folder / "grid.yml")
+    present.read()
     found = find(Path("runs"), resamples=100)
-    assert found.choices == sweep.choices()
+    assert found.choices == present.choices()
     reported = {run.key for result in found.results for run in result.runs.values()}
-    assert reported == set(sweep.best())
+    assert reported == set(present.best())
     assert {key for key in reported if key.seed} or "chosen" in after
     said = [note for note in found.notes if note.startswith("Left out")]
     assert bool(said) == bool(left_out)
