@@ -108,7 +108,7 @@ class Comparison:
     @property
     def said(self) -> str:
         """The verdict with its doubts."""
-        return self.verdict + (f" ({', '.join(self.doubts)})" if self.doubts else "")
+        return with_doubts(self.verdict, self.doubts)
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,16 @@ class SeedDifference:
         """What a verdict of better or worse does not withstand."""
         decided = self.verdict not in (NO_DIFFERENCE, ONE_SEED)
         return ["not after Holm"] if decided and self.holm is not None and self.holm > 1 - CONFIDENCE else []
+
+    @property
+    def said(self) -> str:
+        """The verdict with its doubts."""
+        return with_doubts(self.verdict, self.doubts)
+
+
+def with_doubts(text: str, doubts: Sequence[str]) -> str:
+    """A verdict or a method's name, with what a verdict does not withstand in brackets."""
+    return f"{text} ({', '.join(doubts)})" if doubts else text
 
 
 def right(scores: Sequence[Scores], benchmark: str, rule: str = "correct", clean: bool = False) -> Array:
@@ -251,6 +261,7 @@ def _adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def seed_differences(results: Sequence[Result], reference: str) -> list[SeedDifference]:
+    """Validation NLLs of all others less the reference's; p is adjusted for those that have an interval."""
     found = []
     for result in results:
         against = next((each for each in results if (each.method, each.epochs) == (reference, result.epochs)), None)

@@ -174,7 +174,7 @@ def find(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, se
         )
     grid = _read_grid(path) if (path := runs_dir / GRID_FILE).is_file() else None
     left_out = [run for run in runs if grid is not None and not grid.has(run.key)]
-    runs = [run for run in runs if run not in left_out]
+    runs = [run for run in runs if grid is None or grid.has(run.key)]
     if not any(run.status == "done" for run in runs):
         raise ValueError(
             f"{runs_dir}: no run that finished is of the grid in {GRID_FILE}, which has no longer: {_named(left_out)}. "

@@ -210,10 +210,11 @@ def _said_of_base(found: Any) -> list[str]:
 
 
 def _verdicts(found: Any, title: str, comparisons: list[Any]) -> str:
+    from .comparisons import with_doubts
+
     verdicts: dict[str, list[str]] = {"better": [], "worse": [], NO_DIFFERENCE: []}
     for each in comparisons:
-        name = found.name(each.result.method, each.result.epochs)
-        verdicts[each.verdict].append(name + (f" ({', '.join(each.doubts)})" if each.doubts else ""))
+        verdicts[each.verdict].append(with_doubts(found.name(each.result.method, each.result.epochs), each.doubts))
     said = "; ".join(f"**{verdict}**: {', '.join(names)}" for verdict, names in verdicts.items() if names)
     return f"- {title}: {said}."
 

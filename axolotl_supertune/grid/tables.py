@@ -88,13 +88,13 @@ def validation(found: Findings) -> Table:
     """Validation NLL against the reference's, seed by seed; one line a method."""
     rows, records = [], []
     for each in found.seed_differences:
-        interval, said = each.interval, each.verdict + (f" ({', '.join(each.doubts)})" if each.doubts else "")
+        interval = each.interval
         mean = spread(list(each.by_seed.values()))
         cells = ["–", "–", "–"] if mean is None else [f"{mean.mean:+.4f}", "–", "–"]
         if interval is not None:
             cells[1:] = [f"[{interval.low:+.4f}, {interval.high:+.4f}]", f"{each.holm:.2g}"]
         seeds = ", ".join(f"{seed}: {value:+.4f}" for seed, value in each.by_seed.items())
-        rows.append([each.result.method, f"{each.result.epochs:g}", *cells, said, seeds or "–"])
+        rows.append([each.result.method, f"{each.result.epochs:g}", *cells, each.said, seeds or "–"])
         records.append(
             {
                 "method": each.result.method,
