@@ -94,12 +94,10 @@ def kernel_layer(case, *, dtype=None, dropout=0.0, sweep=None):
     """The layer as `fused` takes it, written into a copy of its weight."""
     from axolotl_supertune.ops.fused import Layer
     from axolotl_supertune.ops.inplace import Entry, Sweep
-    from axolotl_supertune.ops.kernels import make_plan
 
-    plan = None if case.indices is None else make_plan(case.indices, tuple(case.weight.shape))
     weight = case.weight.clone()
     sweep = sweep or Sweep()
-    entry = Entry(weight, case.values, plan, case.L, case.R, case.scaling, dtype or weight.dtype)
+    entry = Entry(weight, case.values, case.indices, case.L, case.R, case.scaling, dtype or weight.dtype)
     sweep.refresh(sweep.add(entry))
     return Layer(entry, case.bias, dropout)
 

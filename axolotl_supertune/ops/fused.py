@@ -5,6 +5,7 @@ input. A layer's weight already holds W + M⊙U (see `inplace`). Kept for backwa
 low-rank part and, in the MLP, the two activations; no mask, no dense gradient, not the MLP's product.
 """
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import kernels
+from .gathered import GatheredEntry
 from .inplace import Entry
 from .launch import aligned
 from .reference import cast
@@ -23,11 +25,23 @@ _SEED_BIT = 2**62
 
 
 class Layer(NamedTuple):
-    """An adapted linear layer: its entry, made current by whoever calls, its bias (c,) and dropout probability."""
+    """An adapted linear layer: its entry, made current by whoever calls, its bias (c,) and dropout probability.
 
-    entry: Entry
+    A `GatheredEntry` is made current here, around each forward and backward.
+    """
+
+    entry: Entry | GatheredEntry
     bias: Tensor | None = None
     dropout: float = 0.0
+
+
+class Sampling(NamedTuple):
+    """What the sampled products of layers of one input need: the input features (n,) that they read, None for all; the
+    transposition of their operands; the products."""
+
+    columns: Tensor | None
+    transpose: kernels.Transpose
+    products: kernels.SampledProducts
 
 
 class _Remade:
@@ -46,11 +60,11 @@ class Group(_Remade):
     def __init__(self, layers: Sequence[Layer], stream: int = 0, *, whole_input: bool = False) -> None:
         self.layers, self.whole_input = list(layers), whole_input
         self.entries = [layer.entry for layer in layers]
+        self.stays = self.entries[0].stays
         self.dtype = self.entries[0].dtype
-        self.sparse = [at for at, entry in enumerate(self.entries) if entry.plan is not None]
+        self.sparse = [at for at, entry in enumerate(self.entries) if entry.indices is not None]
         self.low_rank = [at for at, entry in enumerate(self.entries) if entry.packed is not None]
         self.threshold = 0
-        device = self.entries[0].weight.device
         if self.low_rank:
             chosen = [self.entries[at] for at in self.low_rank]
             lefts, rights = zip(*(entry.packed for entry in chosen if entry.packed is not None), strict=True)
@@ -63,15 +77,6 @@ class Group(_Remade):
             assert chosen[0].L is not None
             dtype = chosen[0].L.dtype
             self.thin = kernels.ThinGradients(rights, widths, ranks, scales, self.threshold, stream, dtype)
-        # Input features that backward reads; None is all of them.
-        self.columns: Tensor | None = None
-        if self.sparse:
-            plans = [entry.plan for entry in self.entries if entry.plan is not None]
-            if not self.low_rank and not whole_input:
-                self.columns, plans = kernels.few_columns(plans)
-            sizes = [plans[0].shape[1], *(plan.shape[0] for plan in plans)]
-            self.transpose = kernels.Transpose(sizes, self.dtype, device)
-            self.products = kernels.SampledProducts(plans, self.dtype)
         # What autograd is told of, a layer's operands as they come, and where in it those of each kind are.
         self.trained: list[Tensor] = []
         self._places: dict[str, list[int]] = {"U": [], "L": [], "R": []}
@@ -85,13 +90,26 @@ class Group(_Remade):
                 self._biases.append((at, len(self.trained)))
                 self.trained.append(layer.bias)
 
+    # Waits for the device, and takes memory: for the first forward with a backward, so that switching between adapters
+    # that are not trained costs neither.
+    @functools.cached_property
+    def sampling(self) -> "Sampling":
+        """What backward reads of the input, and what computes dU of the layers with a support."""
+        columns, plans = None, [entry.plan for entry in self.entries if entry.plan is not None]
+        if not self.low_rank and not self.whole_input:
+            columns, plans = kernels.few_columns(plans)
+        sizes = [plans[0].shape[1], *(plan.shape[0] for plan in plans)]
+        transpose = kernels.Transpose(sizes, self.dtype, plans[0].indices.device)
+        return Sampling(columns, transpose, kernels.SampledProducts(plans, self.dtype))
+
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """`linear_group`."""
         return linear_group(x, self)
 
     def kept(self, x: Tensor) -> Tensor:
         """What backward needs of the input: x (..., b) itself, or the columns (T, n) that the supports touch."""
-        return x if self.columns is None else x.view(-1, x.shape[-1]).index_select(1, self.columns)
+        columns = self.sampling.columns if self.sparse else None
+        return x if columns is None else x.view(-1, x.shape[-1]).index_select(1, columns)
 
     def forward(self, x: Tensor, seed: int) -> tuple[list[Tensor], Tensor | None]:
         """x (..., b) → (..., c) of every layer, and the thin products (T, k·r') of those with a low-rank part."""
@@ -139,20 +157,19 @@ class Group(_Remade):
     def sampled(self, x: Tensor, dys: Sequence[Tensor], grads: list[Tensor | None]) -> None:
         """Put dU of every layer with a support into `grads`; long inputs a piece at a time."""
         chosen = dys if len(self.sparse) == len(dys) else [dys[at] for at in self.sparse]
-        outs = self.products.new()
+        _, transpose, products = self.sampling
+        outs = products.new()
         size = kernels.TOKENS_AT_ONCE
         tokens = x.numel() // x.shape[-1]
         if tokens <= size:
-            buffer, (x_t, *dy_ts) = self.transpose(x, *chosen)
-            self.products([(dy_t, x_t) for dy_t in dy_ts], tokens, outs)
+            buffer, (x_t, *dy_ts) = transpose(x, *chosen)
+            products([(dy_t, x_t) for dy_t in dy_ts], tokens, outs)
         else:
             x, chosen = _matrix(x), [_matrix(dy) for dy in chosen]
             for begin in range(0, tokens, size):
                 some = min(size, tokens - begin)
-                buffer, (x_t, *dy_ts) = self.transpose(
-                    x[begin : begin + some], *(dy[begin : begin + some] for dy in chosen)
-                )
-                self.products([(dy_t, x_t) for dy_t in dy_ts], some, outs, add=begin > 0)
+                buffer, (x_t, *dy_ts) = transpose(x[begin : begin + some], *(dy[begin : begin + some] for dy in chosen))
+                products([(dy_t, x_t) for dy_t in dy_ts], some, outs, add=begin > 0)
         del buffer  # until here the kernels read it
         self.keep_sampled(outs, grads)
 
@@ -170,16 +187,20 @@ class GatedMLP(_Remade):
         self.layers = [gate, up, down]
         # The input of down is made again in backward, whole: its columns are no saving.
         self.gate_up, self.down = Group([gate, up]), Group([down], stream=2, whole_input=True)
-        device = gate.entry.weight.device
-        dtype = gate.entry.dtype
         self.entries = [layer.entry for layer in self.layers]
-        self.swiglu = kernels.Swiglu(gate.entry.weight.shape[0], dtype, device)
+        self.stays = self.gate_up.stays
+        weight = gate.entry.weight
+        self.swiglu = kernels.Swiglu(weight.shape[0], gate.entry.dtype, weight.device)
         self.trained = [*self.gate_up.trained, *self.down.trained]
-        self.together = all(layer.entry.plan is not None for layer in self.layers)
-        if self.together:
-            plans = [*self.gate_up.products.plans, *self.down.products.plans]
-            self.transpose = kernels.Transpose([plans[0].shape[1], down.entry.weight.shape[0]], dtype, device)
-            self.products = kernels.SampledProducts(plans, dtype)
+        self.together = all(layer.entry.indices is not None for layer in self.layers)
+
+    @functools.cached_property
+    def sampling(self) -> "Sampling":
+        """What computes dU of all three layers at once, where each has a support."""
+        plans = [*self.gate_up.sampling.products.plans, *self.down.sampling.products.plans]
+        sizes, dtype = [plans[0].shape[1], plans[2].shape[0]], self.down.dtype
+        transpose = kernels.Transpose(sizes, dtype, plans[0].indices.device)
+        return Sampling(self.gate_up.sampling.columns, transpose, kernels.SampledProducts(plans, dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         """`gated_mlp`."""
@@ -187,10 +208,10 @@ class GatedMLP(_Remade):
 
 
 def fit_together(layers: Sequence[Layer]) -> bool:
-    """Whether a `Group` takes these layers: one dtype, one dropout, one padded rank."""
+    """Whether a `Group` takes these layers: one dtype, dropout and padded rank; all their weights stay, or none."""
     low_rank = [layer for layer in layers if layer.entry.packed is not None]
     return (
-        len({layer.entry.dtype for layer in layers}) == 1
+        len({(layer.entry.dtype, layer.entry.stays) for layer in layers}) == 1
         and len({layer.dropout for layer in low_rank}) <= 1
         and len({layer.entry.packed[0].shape[0] for layer in low_rank if layer.entry.packed is not None}) <= 1
     )
@@ -222,7 +243,8 @@ def group_forward(x: Tensor, group: Group, *, keeps: bool = True) -> tuple[list[
     """Without autograd: the outputs, and what `group_backward` wants unless there will be none."""
     seed = _seed(x, group.threshold)
     x = _operand(x, group.dtype)
-    outputs, inner = group.forward(x, seed)
+    with _NOTHING if group.stays else _Written(group.entries):
+        outputs, inner = group.forward(x, seed)
     return outputs, Saved((group.kept(x) if keeps else None, inner), seed, [entry.versions for entry in group.entries])
 
 
@@ -244,8 +266,9 @@ def mlp_forward(x: Tensor, mlp: GatedMLP, *, keeps: bool = True) -> tuple[Tensor
     """Without autograd: the output, and what `mlp_backward` wants unless there will be none."""
     seed = _seed(x, mlp.gate_up.threshold or mlp.down.threshold)
     x = _operand(x, mlp.gate_up.dtype)
-    (gate, up), inner = mlp.gate_up.forward(x, seed)
-    (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
+    with _NOTHING if mlp.stays else _Written(mlp.entries):
+        (gate, up), inner = mlp.gate_up.forward(x, seed)
+        (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
     saved = (mlp.gate_up.kept(x) if keeps else None, gate, up, inner, inner_down)
     return y, Saved(saved, seed, [entry.versions for entry in mlp.entries])
 
@@ -276,9 +299,10 @@ def mlp_backward(
         dx, found = mlp.gate_up.backward(x, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
         if together:
             gate_t, up_t, h_t = transposed
-            others, (x_t, dy_t) = mlp.transpose(x, dy)
-            outs = mlp.products.new()
-            mlp.products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], tokens, outs)
+            _, transpose, products = mlp.sampling
+            others, (x_t, dy_t) = transpose(x, dy)
+            outs = products.new()
+            products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], tokens, outs)
             del buffer, others  # until here the kernels read them
             mlp.gate_up.keep_sampled(outs[:2], found)
             mlp.down.keep_sampled(outs[2:], found_down)
@@ -290,12 +314,17 @@ def mlp_backward(
 class _Written:
     """While a backward runs: the weights hold what its forward used, and afterwards what they held before.
 
+    So too while a forward runs, of layers whose weights do not stay.
+
     Raises:
         RuntimeError: U, L or R changed since the forward; the gradient would be that of another model.
     """
 
-    def __init__(self, entries: Sequence[Entry], versions: "list[tuple[tuple[Tensor, int], ...]]") -> None:
+    def __init__(
+        self, entries: "Sequence[Entry | GatheredEntry]", versions: "Sequence[tuple[tuple[Tensor, int], ...]]" = ()
+    ) -> None:
         self._entries = entries
+        self._again: list[Entry | GatheredEntry] = []
         for each in versions:
             for tensor, version in each:
                 if tensor._version != version:
@@ -305,11 +334,20 @@ class _Written:
                     )
 
     def __enter__(self) -> None:
-        self._again = [entry for entry in self._entries if entry.ensure()]
+        try:
+            for entry in self._entries:
+                if entry.ensure():
+                    self._again.append(entry)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         for entry in self._again:
             entry.restore()
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _apply(function: Any, *args: Any) -> Any:
@@ -364,7 +402,7 @@ class _GatedMLP(torch.autograd.Function):
         return dx if dx is None or dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype), None, *grads
 
 
-def _weight(entry: Entry) -> Tensor:
+def _weight(entry: Entry | GatheredEntry) -> Tensor:
     """The effective weight in the dtype of the products."""
     weight = entry.weight
     return weight if weight.dtype is entry.dtype else weight.to(entry.dtype)

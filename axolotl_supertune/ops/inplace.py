@@ -5,6 +5,7 @@ price is that a base weight is not itself while an adapter is written in: whoeve
 what is restored are the very bits that were there.
 """
 
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -21,22 +22,25 @@ class Entry:
 
     Args:
         weight: (c, b), contiguous, not trained.
-        values, plan: U (s,) and its support, or None.
+        values, indices: U (s,) and its support, or None.
         L, R: (c, r), (r, b), or None; γ = `scaling`.
         dtype: what the layer computes in; the copies of L and R are of it, γ multiplied into L.
     """
+
+    # What is written stays until it is restored, from forward to forward; see `gathered` for weights that do not.
+    stays = True
 
     def __init__(
         self,
         weight: Tensor,
         values: Tensor | None,
-        plan: Plan | None,
+        indices: Tensor | None,
         L: Tensor | None,
         R: Tensor | None,
         scaling: float,
         dtype: torch.dtype,
     ) -> None:
-        self.weight, self.values, self.plan = weight, values, plan
+        self.weight, self.values, self.indices = weight, values, indices
         self.L, self.R, self.scaling, self.dtype = L, R, scaling, dtype
         self.written = False
         self.fresh = False
@@ -47,16 +51,20 @@ class Entry:
         # U, L and R with the counts of their changes when they were last written.
         self.versions: tuple[tuple[Tensor, int], ...] = ()
         # (γ·Lᵀ, R) as the kernels read them: (r', c), (r', b).
-        self.packed: tuple[Tensor, Tensor] | None = None
-        if L is not None and R is not None:
-            rank = kernels.padded_rank(R.shape[0])
-            with torch.inference_mode(False):  # made in an evaluation, used in training
-                left, right = (torch.empty((rank, size), dtype=dtype, device=R.device) for size in weight.shape)
-            self.packed = left, right
+        self.packed = room_for_factors(weight, L, R, dtype)
+
+    @functools.cached_property
+    def plan(self) -> Plan | None:
+        """How its sampled products walk over the support: made for the first backward, nothing else needs it."""
+        return (
+            None
+            if self.indices is None
+            else kernels.make_plan(self.indices, (self.weight.shape[0], self.weight.shape[1]))
+        )
 
     def is_of(self, *operands: Any) -> bool:
         """Whether this entry was made of these very objects, in the order of the constructor."""
-        mine = (self.weight, self.values, self.plan, self.L, self.R, self.scaling, self.dtype)
+        mine = (self.weight, self.values, self.indices, self.L, self.R, self.scaling, self.dtype)
         return all(one is other for one, other in zip(mine[:5], operands[:5], strict=True)) and mine[5:] == operands[5:]
 
     def ensure(self) -> bool:
@@ -77,9 +85,9 @@ class Entry:
 
     def restore(self) -> None:
         """Put W's bits back; nothing if nothing is written, or if another tensor was put in the weight's place."""
-        if self.written and self.plan is not None and self.weight.data_ptr() == self._address:
+        if self.written and self.indices is not None and self.weight.data_ptr() == self._address:
             assert self.saved is not None
-            self.weight.detach().view(-1)[self.plan.indices.long()] = self.saved
+            self.weight.detach().view(-1)[self.indices.long()] = self.saved
         self.written = self.fresh = False
 
     def _write_alone(self) -> None:
@@ -92,7 +100,7 @@ class Entry:
     def prepare(self) -> None:
         """Save W on the support before the first write."""
         moved = self.weight.data_ptr() != self._address
-        if self.plan is not None and (moved or not self.written):
+        if self.indices is not None and (moved or not self.written):
             # One entry at a time is written into a weight: what this one saves as W must be W.
             owner = _owners.get(self.weight.data_ptr())
             if owner is not None and owner is not self:
@@ -101,10 +109,8 @@ class Entry:
             # If another tensor was put in the weight's place, what it holds is W.
             if self.saved is None or moved:
                 with torch.inference_mode(False):
-                    self.saved = torch.empty(
-                        self.plan.indices.shape, dtype=self.weight.dtype, device=self.weight.device
-                    )
-            torch.index_select(self.weight.detach().view(-1), 0, self.plan.indices, out=self.saved)
+                    self.saved = torch.empty(self.indices.shape, dtype=self.weight.dtype, device=self.weight.device)
+            torch.index_select(self.weight.detach().view(-1), 0, self.indices, out=self.saved)
             # Whoever kept W for a backward of its own shall hear of it. Later writes put down the same bits again, or
             # those of the next step, and pass by the counter.
             torch.autograd.graph.increment_version(self.weight)
@@ -124,13 +130,28 @@ class Entry:
                 return False
         return True
 
+    def is_unchanged(self) -> bool:
+        """Whether the layer still is what the last forward computed with."""
+        return self.written and self.is_current()
+
     @property
     def kind(self) -> tuple[Any, ...]:
         """What entries of one table have in common; U, L and R may change their dtype."""
-        indices = None if self.plan is None else self.plan.indices
         rank = None if self.packed is None else self.packed[0].shape[0]
-        dtypes = (None if each is None else each.dtype for each in (self.weight, self.values, self.L, indices))
+        dtypes = (None if each is None else each.dtype for each in (self.weight, self.values, self.L, self.indices))
         return self.weight.device, self.dtype, rank, *dtypes
+
+
+def room_for_factors(
+    weight: Tensor, L: Tensor | None, R: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """Empty (r', c) and (r', b) for copies of L (c, r) and R (r, b); None without a low-rank part."""
+    if L is None or R is None:
+        return None
+    rank = kernels.padded_rank(R.shape[0])
+    with torch.inference_mode(False):  # made in an evaluation, used in training
+        left, right = (torch.empty((rank, size), dtype=dtype, device=R.device) for size in weight.shape)
+    return left, right
 
 
 # By the address of their weight: the entries that wrote last.
@@ -201,9 +222,9 @@ class _Tables:
         self._addresses = self._now(entries)
         self._write = self._pack = None
         writes = [
-            (entry.weight, entry.plan.indices, entry.values, entry.saved)
+            (entry.weight, entry.indices, entry.values, entry.saved)
             for entry in entries
-            if entry.plan is not None and entry.values is not None and entry.saved is not None
+            if entry.indices is not None and entry.values is not None and entry.saved is not None
         ]
         if writes:
             self._write = kernels.write_table(writes)

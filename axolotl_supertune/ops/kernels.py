@@ -152,6 +152,41 @@ def pack_factors(table: PackTable) -> None:
     table.call((table.owner.numel(), 1, 1))
 
 
+class SupportWrite:
+    """W[support] ← round(W + U) in a weight at any place, and back: for one that is not here for long."""
+
+    def __init__(self, indices: Tensor, weight: torch.dtype, values: torch.dtype) -> None:
+        self._indices, self._blocks = indices, -(-indices.numel() // _WRITE_BLOCK)
+        bound, constants = (indices, indices.numel()), (_WRITE_BLOCK,)
+        self._put = Call(programs.put, (weight, values, weight), bound, constants, indices.device)
+        self._take_back = Call(programs.take_back, (weight, weight), bound, constants, indices.device)
+
+    def put(self, weight: Tensor, values: Tensor) -> Tensor:
+        """Add values (s,) to a contiguous weight (c, b), in fp32, rounded once; returns what was there, (s,)."""
+        saved = torch.empty(self._indices.shape, dtype=weight.dtype, device=weight.device)
+        self._put((self._blocks, 1, 1), address(weight), address(values), address(saved))
+        return saved
+
+    def take_back(self, weight: Tensor, saved: Tensor) -> None:
+        """Put back what was there before."""
+        self._take_back((self._blocks, 1, 1), address(weight), address(saved))
+
+
+class PackPair:
+    """γ·Lᵀ and R of one layer into their packed copies (r', c) and (r', b), from wherever L (c, r) and R (r, b) are."""
+
+    def __init__(self, copies: tuple[Tensor, Tensor], rank: int, scale: float, dtype: torch.dtype) -> None:
+        (padded, c), b = copies[0].shape, copies[1].shape[1]
+        blocks = -(-c // _PACK_BLOCK)
+        self._blocks = blocks + -(-b // _PACK_BLOCK)
+        bound = (*copies, c, b, rank, float(scale), blocks)
+        self._call = Call(programs.pack_pair, (dtype, dtype), bound, (padded, _PACK_BLOCK), copies[0].device)
+
+    def __call__(self, L: Tensor, R: Tensor) -> None:
+        """L and R contiguous."""
+        self._call((self._blocks, 1, 1), address(L), address(R))
+
+
 def padded_rank(rank: int) -> int:
     """r': the rank that the kernels compute with, a power of two of at least 16."""
     return max(16, triton.next_power_of_2(rank))

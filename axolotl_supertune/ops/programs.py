@@ -45,6 +45,40 @@ def pack(factor, copy, rows, scales, owner, first, RANK: tl.constexpr, BLOCK: tl
     tl.store(target + r[:, None] * width + n[None, :], scaled, mask=n[None, :] < width)
 
 
+@triton.jit
+def put(weight, values, saved, indices, count, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = entry < count
+    place = weight + tl.load(indices + entry, mask=mask, other=0).to(tl.int64)
+    before = tl.load(place, mask=mask, other=0.0)
+    tl.store(saved + entry, before, mask=mask)
+    value = before.to(tl.float32) + tl.load(values + entry, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, value.to(weight.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def take_back(weight, saved, indices, count, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = entry < count
+    place = weight + tl.load(indices + entry, mask=mask, other=0).to(tl.int64)
+    tl.store(place, tl.load(saved + entry, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def pack_pair(left, right, left_copy, right_copy, c, b, rank, scale, blocks, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    r = tl.arange(0, RANK)[:, None].to(tl.int64)
+    kind = left_copy.dtype.element_ty
+    if block < blocks:
+        n = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tile = tl.load(left + n * rank + r, mask=(r < rank) & (n < c), other=0.0)
+        tl.store(left_copy + r * c + n, (tile.to(tl.float32) * scale).to(kind), mask=n < c)
+    else:
+        n = (block - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tile = tl.load(right + r * b + n, mask=(r < rank) & (n < b), other=0.0)
+        tl.store(right_copy + r * b + n, tile.to(kind), mask=n < b)
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks", "end0", "end1", "end2"])
 def transpose(
     x0, x1, x2, x3, out0, out1, out2, out3, tokens, blocks, width0, width1, width2, width3, end0, end1, end2,

@@ -1,5 +1,6 @@
 """What was found out about adapted layers in one forward, kept for the next as long as nothing has changed."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class Known:
         self._places: list[tuple[Any, Any, Any]] = list(places)
         for module in modules:
             own = vars(module)
-            names = ("training", "_active_adapter", "_disable_adapters", "merged_adapters")
+            names = ("training", "_disable_adapters", "merged_adapters")
             self._places += [(own, name, own[name]) for name in names]
             base = module.base_layer
             # DeepSpeed's ZeRO-3 puts another table of parameters in the place of the layer's.
@@ -42,8 +43,8 @@ class Known:
             tables += (module.supra_scaling, module.supra_dropout)
             for table in tables:
                 self._places += [(table, key, value) for key, value in table.items() if value is not None]
-        # Lists are changed in place.
-        self._active = [(module._active_adapter, list(module.active_adapters)) for module in modules]
+        # PEFT makes a new list at every switch, or changes the one it has.
+        self._active = [(vars(module), copy.copy(module._active_adapter)) for module in modules]
         self._merged = [module.merged_adapters for module in modules]
         self._weights = [(module.base_layer.weight, module.base_layer.weight.dtype) for module in modules]
         biases = [module.base_layer.bias for module in modules]
@@ -60,8 +61,8 @@ class Known:
         for place, key, value in self._places:
             if place.get(key) is not value:
                 return False
-        for active, names in self._active:
-            if active != names:
+        for own, active in self._active:
+            if own["_active_adapter"] != active:
                 return False
         for weight, dtype in self._weights:
             if weight.requires_grad or weight.dtype is not dtype:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ class SupraLayer(BaseTunerLayer):
         self.forget()
         super().delete_adapter(adapter_name)
 
-    def sparse_parts(self, adapter_names: list[str]) -> list[Sparse]:
+    def sparse_parts(self, adapter_names: Sequence[str]) -> list[Sparse]:
         """M⊙U of the named adapters that have one here."""
         return [
             Sparse(self.supra_values[name], self.supra_indices[name])
@@ -173,7 +173,7 @@ class SupraLayer(BaseTunerLayer):
             if name in self.supra_values
         ]
 
-    def low_rank_parts(self, adapter_names: list[str], *, training: bool = False) -> list[LowRank]:
+    def low_rank_parts(self, adapter_names: Sequence[str], *, training: bool = False) -> list[LowRank]:
         """γ·L·R of the named adapters that have one here; dropout only in training."""
         return [
             LowRank(

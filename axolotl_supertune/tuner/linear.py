@@ -1,6 +1,6 @@
 """SupraLinear: a linear layer with Ŵ = W + M⊙U + γ·L·R, and what computes it: kernels, compiler or reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
 from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
 from ..ops.reference import check_frozen
 from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
-from ..sharded import gathered_weight, is_sharded
+from ..sharded import gathered_weight, is_gathered, is_sharded
 from .checkpoint import unpack_whole
 from .compiled import number_of
 from .known import Known
@@ -20,8 +20,8 @@ from .layer import SupraLayer
 if TYPE_CHECKING:  # Triton may be absent
     from ..ops.fused import Group
     from ..ops.fused import Layer as KernelLayer
+    from ..ops.gathered import Gathered
     from ..ops.inplace import Entry, Sweep
-    from ..ops.kernels import Plan
     from .shared import SharedInput
 
 
@@ -42,11 +42,13 @@ class SupraLinear(nn.Module, SupraLayer):
         # How the gradient of U is computed where the weight is not kept, by adapter, and the support it is made for.
         self._gradients: dict[str, tuple[Tensor, SupportGradient]] = {}
         # The fast path: what is written into the base weight, how its gradient is computed, who reads the same input.
-        self._entry: Entry | None = None
+        # By active adapters and dtype; one at a time is written.
+        self._entries: dict[Any, Entry] = {}
         # One for training and one for evaluation: their dropouts differ.
         self._known: dict[bool, Known] = {}
         self._alone: dict[tuple[bool, bool], Group] = {}
-        self._plans: dict[str, Plan] = {}
+        # What was found with adapters that were active before, and will be again; also of the groups it comes first in.
+        self.kept: dict[Any, Any] = {}
         self.sweep: Sweep | None = None
         self.shared_input: SharedInput | None = None
         self.shared_place = 0
@@ -125,9 +127,9 @@ class SupraLinear(nn.Module, SupraLayer):
         None where something else computes it: adapters are off, merged or still to be loaded, or the reference path.
         """
         layer = self.known_layer(x)
-        if layer is not None:
+        if layer is not None and layer.entry.stays:
             assert self.sweep is not None
-            self.sweep.refresh(layer.entry)
+            self.sweep.refresh(layer.entry)  # type: ignore[arg-type] # one that stays is an Entry
         return layer
 
     def known_layer(self, x: Tensor) -> "KernelLayer | None":
@@ -136,12 +138,21 @@ class SupraLinear(nn.Module, SupraLayer):
         if known is None or not known.holds(x):
             if self._disable_adapters or self.merged_adapters or self.supra_unloaded:
                 return None
-            layer = self._new_kernel_layer(x)
-            if layer is None:
-                return None
-            known = self._known[self.training] = Known([self], x, layer)
+            key = self.key("layer", x)
+            known = self.kept.get(key)
+            if known is None or not known.holds(x):
+                layer = self._new_kernel_layer(x)
+                if layer is None:
+                    return None
+                known = self.kept[key] = Known([self], x, layer)
+            self._known[self.training] = known
         found: KernelLayer = known.found
         return found
+
+    def key(self, kind: str, x: Tensor) -> tuple[Any, ...]:
+        """Of something in `kept` that was found with the adapters that are active now."""
+        names: Any = self.active_adapters
+        return kind, self.training, tuple(names), compute_dtype(x, self.base_layer.weight)
 
     def own_group(self, x: Tensor, *, whole_input: bool = False) -> "Group | None":
         """`kernel_layer`, as the group of one that the fused functions take; `whole_input` keeps x as it is."""
@@ -150,9 +161,13 @@ class SupraLinear(nn.Module, SupraLayer):
             return None
         group = self._alone.get((self.training, whole_input))
         if group is None or group.layers[0] is not layer:
-            from ..ops.fused import Group
+            key = self.key(f"alone {whole_input}", x)
+            group = self.kept.get(key)
+            if group is None or group.layers[0] is not layer:
+                from ..ops.fused import Group
 
-            group = self._alone[self.training, whole_input] = Group([layer], whole_input=whole_input)
+                group = self.kept[key] = Group([layer], whole_input=whole_input)
+            self._alone[self.training, whole_input] = group
         return group
 
     def thin_width(self) -> int:
@@ -188,15 +203,17 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def _new_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
         base = self.base_layer
-        if is_sharded(base):
+        sharded = is_sharded(base)
+        if sharded:
             # In a forward it looks like any weight, but what is written into it is lost when it is freed.
-            if self._entry is not None and self._entry.written:
+            if any(entry.written for entry in self._entries.values()):
                 raise RuntimeError(
                     f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
                     "weights, and the shards hold them now. Call model.state_dict() before fully_shard, or "
                     "deepspeed.initialize: it puts the weights back."
                 )
-            return None
+            if not is_gathered(base):
+                return None
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
         if not sparse and not low_rank:
@@ -204,42 +221,45 @@ class SupraLinear(nn.Module, SupraLayer):
         if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
             return None
         from ..ops.fused import Layer
+
+        indices = sparse[0].indices if sparse else None
+        dtype = compute_dtype(x, base.weight)
+        L, R, scaling, dropout = low_rank[0] if low_rank else (None, None, 1.0, 0.0)
+        if sharded:
+            from ..ops.gathered import GatheredEntry
+
+            return Layer(
+                GatheredEntry(partial(self._gathered, tuple(names)), indices, scaling, dtype), base.bias, dropout
+            )
         from ..ops.inplace import Entry, Sweep
 
-        values = plan = None
-        if sparse:
-            values = sparse[0].values
-            plan = self._plan(next(name for name in names if name in self.supra_values))
-        L, R, scaling, dropout = low_rank[0] if low_rank else (None, None, 1.0, 0.0)
-        operands = (base.weight, values, plan, L, R, scaling, compute_dtype(x, base.weight))
+        operands = (base.weight, sparse[0].values if sparse else None, indices, L, R, scaling, dtype)
         if self.sweep is None:
             self.sweep = Sweep()
-        if self._entry is None or not self._entry.is_of(*operands):
+        entry = self._entries.get((*names, dtype))
+        if entry is None or not entry.is_of(*operands):
             self.restore()
-            self._entry = self.sweep.add(Entry(*operands))
-        return Layer(self._entry, base.bias, dropout)
+            entry = self._entries[*names, dtype] = self.sweep.add(Entry(*operands))
+        return Layer(entry, base.bias, dropout)
 
-    def _plan(self, adapter_name: str) -> "Plan":
-        indices = self.supra_indices[adapter_name]
-        plan = self._plans.get(adapter_name)
-        if plan is None or plan.indices is not indices:
-            from ..ops.kernels import make_plan
+    def _gathered(self, names: Sequence[str]) -> "Gathered":
+        """What the kernels compute with of these adapters, where weights are sharded: looked up anew, as it moves."""
+        from ..ops.gathered import Gathered
 
-            plan = self._plans[adapter_name] = make_plan(indices, (self.out_features, self.in_features))
-        return plan
+        weight = gathered_weight(self.base_layer, self.supra_layer)
+        sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names)
+        L, R = low_rank[0][:2] if low_rank else (None, None)
+        return Gathered(weight, sparse[0].values if sparse else None, L, R)
 
     def restore(self) -> None:
-        # Training and evaluation may each have an entry of their own, where one runs under autocast.
-        for entry in (self._entry, *(known.found.entry for known in self._known.values())):
-            if entry is not None and entry.written:
+        for entry in self._entries.values():
+            if entry.written:
                 entry.restore()
 
     def forget(self) -> None:
         self.restore()
-        self._entry = None
-        self._gradients.clear()
-        self._plans.clear()
-        self._known.clear()
+        for made in (self._entries, self._gradients, self._known, self._alone, self.kept):
+            made.clear()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.forget()
@@ -248,8 +268,8 @@ class SupraLinear(nn.Module, SupraLayer):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the base's own bits, and nothing that can be made again."""
         self.restore()
-        made: dict[str, Any] = {"_known": {}, "_alone": {}, "compiled_groups": {}, "_plans": {}, "_gradients": {}}
-        return {**self.__dict__, "_entry": None, **made}
+        made = ("_entries", "_known", "_alone", "kept", "compiled_groups", "_gradients")
+        return {**self.__dict__, **{name: {} for name in made}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.choice import requested
+from ..sharded import is_gathered, is_gathered_alone, is_sharded
 from .compiled import number_of
 from .known import Known
 from .linear import SupraLinear
@@ -67,7 +68,8 @@ class SharedInput:
         group = known.found if known is not None and known.holds(x) else self._fitting_group(x)
         if group is None:
             return None
-        layer.sweep.refresh(*group.entries)  # type: ignore[union-attr] # share_work gave it one
+        if group.stays:
+            layer.sweep.refresh(*group.entries)  # type: ignore[union-attr] # share_work gave it one
         y, *others = group(x)
         self._computed_by, self._kind = group, x.device.type
         self._x, self._key, self._outputs = x, _key(x, self._kind), dict(enumerate(others, start=1))
@@ -78,30 +80,39 @@ class SharedInput:
         known, group = self._known.get(self._members[at].training), self._computed_by
         if known is None or group is None or known.found is not group:
             return False
-        return group.entries[at].written and group.entries[at].is_current()
+        return group.entries[at].is_unchanged()
 
     def _fitting_group(self, x: Tensor) -> "Group | None":
         if not _same([self._parent._modules.get(name) for name in self._names], self._members):
             self.dissolve()  # a member was taken out by hand
             return None
+        if any(is_gathered_alone(member.base_layer) for member in self._members):
+            self.dissolve()
+            return None
         layers = []
         for member in self._members:
             layer = member.known_layer(x)
             if layer is None:
+                # Where FSDP gathers each of them apart it will not be otherwise next time.
+                if is_sharded(member.base_layer) and not is_gathered(member.base_layer):
+                    self.dissolve()
                 return None
             layers.append(layer)
-        training = self._members[0].training
-        known = self._known.get(training)
-        group = None if known is None else known.found
-        if group is None or not _same(group.layers, layers):
+        first = self._members[0]
+        key = first.key("shared", x)
+        known = first.kept.get(key)
+        if known is None or not _same(known.found.layers, layers) or not known.holds(x):
             from ..ops import fused
 
-            if not fused.fit_together(layers):
-                self.dissolve()
-                return None
-            group = fused.Group(layers)
-        self._known[training] = _known_together(self._parent, self._names, self._members, x, group)
-        return group
+            group = known.found if known is not None and _same(known.found.layers, layers) else None
+            if group is None:
+                if not fused.fit_together(layers):
+                    self.dissolve()
+                    return None
+                group = fused.Group(layers)
+            known = first.kept[key] = _known_together(self._parent, self._names, self._members, x, group)
+        self._known[first.training] = known
+        return known.found
 
     def dissolve(self) -> None:
         """Let every member compute alone from now on."""
@@ -189,24 +200,32 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     mlp = one.found if one is not None and one.holds(x) else _fitting_mlp(self, [gate, up, down], known, x)
     if mlp is None or _hooked(gate) or _hooked(up) or _hooked(down):
         return type(self).forward(self, x)
-    gate.sweep.refresh(*mlp.entries)
+    if mlp.stays:
+        gate.sweep.refresh(*mlp.entries)
     return mlp(x)
 
 
 def _fitting_mlp(parent: Any, members: list[Any], known: dict[bool, Known], x: Tensor) -> "GatedMLP | None":
     if not all(isinstance(member, SupraLinear) for member in members):
         return None
+    if any(_hooked(member) or is_gathered_alone(member.base_layer) for member in members):
+        return None
     layers = [member.known_layer(x) for member in members]  # the inner activation is as x is, but for its width
     if None in layers:
         return None
     from ..ops.fused import GatedMLP, fit_together
 
-    old = known.get(parent.training)
-    mlp = None if old is None else old.found
-    if mlp is None or not _same(mlp.layers, layers):
-        mlp = GatedMLP(*layers) if fit_together(layers[:2]) else None
-    known[parent.training] = _known_together(parent, _MLP, members, x, mlp)
-    return mlp
+    kept, key = members[0].kept, members[0].key("mlp", x)
+    one = kept.get(key)
+    if one is None or not one.holds(x):
+        mlp = None if one is None else one.found
+        if mlp is None or not _same(mlp.layers, layers):
+            alike = fit_together(layers[:2]) and layers[0].entry.stays == layers[2].entry.stays
+            mlp = GatedMLP(*layers) if alike else None
+        one = kept[key] = _known_together(parent, _MLP, members, x, mlp)
+    known[parent.training] = one
+    found: GatedMLP | None = one.found
+    return found
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -1,11 +1,12 @@
 """SUPRA under FSDP2 (`fully_shard`), two gloo processes on the CPU: what the whole model computes, trains and saves."""
 
 import copy
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_llama import STEPS_OF, WORLD, adapted_layers, batch, build, dense_computed
+from tiny_llama import STEPS_OF, WORLD, adapted_layers, batch, build, computed_by, dense_computed
 
 STEPS = 3
 
@@ -136,7 +137,11 @@ def step(model, kind, rows):
     return {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.requires_grad}
 
 
-def keeps_no_weight(rank, folder):
+# More of them, in one process, are in tests/interpreter: the interpreter is slow.
+OF_KERNELS = [{"dtype": torch.float32, "units": "blocks", "kind": "forwards first"}]
+
+
+def keeps_no_weight(rank, folder, settings):
     """In every setting the gradients, the weights that were saved for backward, and those that were written into.
 
     Last, the weights that the reference would have saved: it keeps a reference to what FSDP frees and fills again.
@@ -160,12 +165,13 @@ def keeps_no_weight(rank, folder):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             found = step(model, kind, slice(2 * rank, 2 * rank + 2))
-        kinds = {type(layer._gradients["default"][1]).__name__ for layer in layers.values()}
+        kinds = computed_by(layers)
         weights = {name: whole(layer.base_layer.weight) for name, layer in layers.items()}
         changed = [name for name, weight in weights.items() if not torch.equal(weight, before[name])]
-        return found, saved, kinds, changed + [name for name, layer in layers.items() if layer._entry is not None]
+        return found, saved, kinds, changed + [name for name, layer in layers.items() if layer._entries]
 
-    outcomes = [setting(**each) for each in SETTINGS]
+    outcomes = [setting(**each) for each in settings]
+    os.environ["SUPERTUNE_KERNELS"] = "reference"
     gathered, linear.is_sharded = linear.is_sharded, lambda module: False
     by_reference = shard(build(torch.float64).to(torch.float64))
     saved = []
@@ -178,7 +184,8 @@ def keeps_no_weight(rank, folder):
     return outcomes, [name for name in saved if name]
 
 
-def test_gradients_are_the_dense_ones_and_no_weight_is_saved_for_them(run, monkeypatch):
+@pytest.mark.parametrize(("settings", "kernels"), [(SETTINGS, "auto"), (OF_KERNELS, "triton")], ids=["", "triton"])
+def test_gradients_are_the_dense_ones_and_no_weight_is_saved_for_them(run, monkeypatch, settings, kernels):
     from axolotl_supertune.tuner import SupraLinear
 
     monkeypatch.setattr(SupraLinear, "computed", dense_computed)
@@ -188,9 +195,13 @@ def test_gradients_are_the_dense_ones_and_no_weight_is_saved_for_them(run, monke
         for dtype in (torch.float32, torch.float64)
     }
     assert all(gradient.norm() > 0 for each in expected.values() for gradient in each.values())
-    for outcomes, saved_by_reference in run(keeps_no_weight):
-        assert len(outcomes) == len(SETTINGS)
-        for setting, (found, saved, kinds, written) in zip(SETTINGS, outcomes, strict=True):
+    if kernels == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("SUPERTUNE_KERNELS", kernels)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for outcomes, saved_by_reference in run(keeps_no_weight, settings):
+        assert len(outcomes) == len(settings)
+        for setting, (found, saved, kinds, written) in zip(settings, outcomes, strict=True):
             dtype = setting.get("dtype", torch.float64)
             # The processes' gradients are summed in fp32.
             tolerance = 1e-6 if dtype == torch.float64 else 1e-5
@@ -200,7 +211,7 @@ def test_gradients_are_the_dense_ones_and_no_weight_is_saved_for_them(run, monke
                 assert found[name].dtype == dtype
                 assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), (setting, name)
             assert saved == written == [], setting
-            assert kinds == {"BlockGradient"}
+            assert kinds == {"GatheredEntry" if kernels == "triton" else "BlockGradient"}
         assert len(saved_by_reference) == 14
 
 

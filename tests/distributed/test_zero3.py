@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from tiny_llama import STEPS_OF, WORLD, adapt, adapted_layers, base, batch, build, dense_computed
+from tiny_llama import STEPS_OF, WORLD, adapt, adapted_layers, base, batch, build, computed_by, dense_computed
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (the extra `deepspeed`)")
 
@@ -102,7 +102,7 @@ def keeps_no_weight(rank, folder, settings):
         kept += [name for name, each in model.named_modules() if name not in layers and each._external_params]
         plain = {name.removeprefix("base_model.model.") + ".weight": weight for name, weight in weights.items()}
         changed = [name for name, weight in plain.items() if not sharded.whole(weight).equal(before[name])]
-        kinds = {type(each[1]).__name__ for layer in layers.values() for each in layer._gradients.values()}
+        kinds = computed_by(layers)
         engine.destroy()
         return (
             {name: times * each for name, each in found.items()},
@@ -149,8 +149,8 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
                 assert found[name].dtype == torch.float32
                 assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), (setting, name)
             assert saved == changed == kept == [], setting
-            sparse = {"SampledGradient" if kernels == "triton" else "BlockGradient"}
-            assert kinds == (sparse if setting.get("supra_lambda") != 1 else set())
+            sparse = {"BlockGradient"} if setting.get("supra_lambda") != 1 else set()
+            assert kinds == ({"GatheredEntry"} if kernels == "triton" else sparse)
 
 
 CHOICES = [

@@ -36,6 +36,14 @@ def adapt(model, supra_lambda=0.5, **more):
     return get_peft_model(model, SupraConfig(supra_lambda=supra_lambda, task_type="CAUSAL_LM", **knobs))
 
 
+def computed_by(layers):
+    """The kinds of what computed dU, or the whole layer where the kernels did."""
+    gradients = {type(each[1]).__name__ for layer in layers.values() for each in layer._gradients.values()}
+    return gradients | {
+        type(known.found.entry).__name__ for layer in layers.values() for known in layer._known.values()
+    }
+
+
 def build(dtype, supra_lambda=0.5, gradient_checkpointing=False):
     """The same adapted tiny Llama in every process."""
     return adapt(base(dtype, gradient_checkpointing), supra_lambda)

@@ -16,7 +16,7 @@ def make_entry(c, b, columns, seed):
     indices = (rows * b + places).unique().int()
     weight = torch.randn(c, b, generator=random) * b**-0.5
     values = torch.randn(len(indices), generator=random).requires_grad_()
-    entry = Entry(weight, values, make_plan(indices, (c, b)), None, None, 1.0, torch.float32)
+    entry = Entry(weight, values, indices, None, None, 1.0, torch.float32)
     sweep = Sweep()
     sweep.add(entry)
     sweep.refresh(entry)
@@ -24,14 +24,14 @@ def make_entry(c, b, columns, seed):
 
 
 def on_support(gradient, entry):
-    return gradient.flatten()[entry.plan.indices.long()]
+    return gradient.flatten()[entry.indices.long()]
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_group_keeps_the_columns_of_all_its_supports(tokens):
     entries = [make_entry(c, 40, columns, c) for c, columns in ((48, [3, 7]), (16, [7, 39]), (70, [0, 3]))]
     group = Group([Layer(entry) for entry in entries])
-    assert group.columns.tolist() == [0, 3, 7, 39]
+    assert group.sampling.columns.tolist() == [0, 3, 7, 39]
     x = torch.randn(2, tokens, 40, requires_grad=True)
     outputs = linear_group(x, group)
     kept = [tensor for tensor in outputs[0].grad_fn.saved_tensors if tensor is not None]
@@ -50,7 +50,7 @@ def test_a_group_keeps_the_columns_of_all_its_supports(tokens):
 def test_a_gated_mlp_with_few_columns():
     gate, up, down = make_entry(32, 40, [1, 2], 0), make_entry(32, 40, [2, 9], 1), make_entry(40, 32, [0, 5], 2)
     mlp = GatedMLP(Layer(gate), Layer(up), Layer(down))
-    assert mlp.gate_up.columns.tolist() == [1, 2, 9]
+    assert mlp.gate_up.sampling.columns.tolist() == [1, 2, 9]
     x = torch.randn(2, 9, 40, requires_grad=True)
     y = gated_mlp(x, mlp)
     dy = torch.randn_like(y)

@@ -431,7 +431,7 @@ def test_entry_restores_bits_that_no_subtraction_would_give():
     """W + U where W is lost in the sum: what was there is kept, not computed."""
     weight = torch.tensor([[1e-8, 1.0], [-0.0, 3.0]])
     values, indices = torch.full((3,), 1e8), torch.tensor([0, 1, 2], dtype=torch.int32)
-    entry = Entry(weight.clone(), values, kernels.make_plan(indices, (2, 2)), None, None, 1.0, torch.float32)
+    entry = Entry(weight.clone(), values, indices, None, None, 1.0, torch.float32)
     Sweep().refresh(entry)
     assert entry.weight[0, 1] == 1e8
     entry.restore()
@@ -485,8 +485,7 @@ def test_first_write_is_heard_by_whoever_kept_the_weight():
     case = make_case(7, B, "s", count=6)
     weight, x = case.weight, draw(9, B).requires_grad_()
     y = F.linear(x, weight)
-    plan = kernels.make_plan(case.indices, (7, B))
-    Sweep().refresh(Entry(weight, case.values, plan, None, None, 1.0, torch.float32))
+    Sweep().refresh(Entry(weight, case.values, case.indices, None, None, 1.0, torch.float32))
     with pytest.raises(RuntimeError, match="inplace operation"):
         y.sum().backward()
 

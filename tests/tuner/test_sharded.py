@@ -75,11 +75,11 @@ def test_what_computes_the_gradient_is_made_once_for_a_support_and_not_copied(la
 
 
 def test_sharding_written_weights_is_refused(layer, mark):
-    layer._entry = SimpleNamespace(written=True, restore=lambda: None)
+    layer._entries["default"] = SimpleNamespace(written=True, restore=lambda: None)
     mark(layer)
     with pytest.raises(RuntimeError, match=r"up_proj: the model was sharded while .*state_dict\(\) before fully_shard"):
         layer(torch.zeros(1, 64))
-    layer._entry = None
+    layer._entries.clear()
     assert layer(torch.zeros(1, 64)).shape == (1, 96)
 
 
