@@ -144,7 +144,8 @@ def draw_legend(panels: Iterable[Any], title: str = "") -> None:
 def write_names(panel: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
     """Write names beside their points, or further away with a line between, so that no name covers another or a point.
 
-    A name for which there is no room is left out: the legend has it.
+    Of the places for a name the nearest is taken whose line meets no other line and no other point, or, where there is
+    none, the one whose line meets fewest. A name for which there is no room is left out: the legend has it.
 
     Args:
         panel: Axes of a figure that has everything else in its place.
@@ -166,26 +167,38 @@ def write_names(panel: Any, points: Sequence[tuple[float, float, str, str]]) -> 
         sample = panel.text(x, y, name, **look)
         width, height = sample.get_window_extent().size
         sample.remove()
+        # A line cannot keep clear of the markers that lie over its own point.
+        apart = [marker for marker in markers if not marker.contains(*places[at])]
+        best: tuple[int, tuple[int, int], Any, Any] | None = None
         for side, beside, above in _OFFSETS:
             near = places[at] + np.array([side * beside, above]) * point
             box = Bbox.from_bounds(near[0] - (width if side < 0 else 0), near[1] - height / 2, width, height)
-            line = Path([places[at], near])
             inside = all(panel.bbox.contains(*corner) for corner in (box.min, box.max))
             covers = any(box.overlaps(other) for other in markers + names)
-            if inside and not covers and not any(one.intersects_bbox(box, filled=False) for one in lines):
-                if beside == _NEAR:
-                    arrow = None
-                elif any(line.intersects_bbox(other, filled=False) for other in names):
+            if not inside or covers or any(one.intersects_bbox(box, filled=False) for one in lines):
+                continue
+            line = None if beside == _NEAR else Path([places[at], near])
+            met = 0
+            if line is not None:
+                if any(line.intersects_bbox(other, filled=False) for other in names):
                     continue
-                else:
-                    arrow = {"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 3}
-                    arrow["relpos"] = (0 if side > 0 else 1, 0.5)
-                    lines.append(line)
-                names.append(box)
-                align = "left" if side > 0 else "right"
-                offset = (side * beside, above)
-                panel.annotate(name, (x, y), offset, textcoords="offset points", ha=align, arrowprops=arrow, **look)
+                met = sum(line.intersects_bbox(other, filled=False) for other in apart)
+                met += sum(line.intersects_path(other, filled=False) for other in lines)
+            if best is None or met < best[0]:
+                best = met, (side * beside, above), line, box
+            if not met:
                 break
+        if best is None:
+            continue
+        _, offset, line, box = best
+        names.append(box)
+        arrow = None
+        if line is not None:
+            lines.append(line)
+            arrow = {"arrowstyle": "-", "lw": 0.4, "color": color, "shrinkA": 0, "shrinkB": 3}
+            arrow["relpos"] = (0 if offset[0] > 0 else 1, 0.5)
+        align = "left" if offset[0] > 0 else "right"
+        panel.annotate(name, (x, y), offset, textcoords="offset points", ha=align, arrowprops=arrow, **look)
 
 
 # In points: right or left, beside, above; of those beyond _NEAR the lowest first, for short lines.

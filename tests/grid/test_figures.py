@@ -6,10 +6,12 @@ import matplotlib.colors
 import numpy as np
 import pytest
 from grid_records import make_run, make_scores, save_records
+from matplotlib.path import Path
+from matplotlib.transforms import Bbox
 
 from axolotl_supertune.grid.figures import cost, curves, figures, learning_rates, render
 from axolotl_supertune.grid.findings import find
-from axolotl_supertune.grid.styles import CROWD, families, groups, styles
+from axolotl_supertune.grid.styles import CROWD, draw_panels, families, groups, styles, write_names
 
 FAMILIES = {
     "": ("full", "rosa", "sift-top"),
@@ -252,6 +254,36 @@ def test_names_cover_neither_each_other_nor_points(eighteen):
         written += len(boxes)
     assert written > 30
     assert {text.get_text() for text in figure.axes[1].get_legend().get_texts()} == set(METHODS)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(42 + 3 * at, 50 + at / 2) for at in range(7)],
+        [(42 + 3 * at, 50 - at / 2) for at in range(7)],
+        np.random.default_rng(8).uniform(40, 60, (14, 2)),
+    ],
+    ids=["rising", "falling", "scattered"],
+)
+def test_lines_to_names_meet_neither_points_nor_each_other(places):
+    """Too close for a name beside each, with room around: a line through another point would give that one its name."""
+    figure, ((panel,),) = draw_panels(1, 1, 6)
+    panel.set(xlim=(0, 100), ylim=(0, 100))
+    write_names(panel, [(x, y, f"a method's name {at}", "black") for at, (x, y) in enumerate(places)])
+    figure.draw_without_rendering()
+    point = figure.dpi / 72
+    middles = [panel.transData.transform(text.xy) for text in panel.texts]
+    lines = {
+        at: Path([middles[at], middles[at] + np.array(text.xyann) * point])
+        for at, text in enumerate(panel.texts)
+        if text.arrow_patch is not None
+    }
+    assert len(middles) == len(places)
+    assert len(lines) > 3
+    for at, middle in enumerate(middles):
+        marker = Bbox([middle - 4 * point, middle + 4 * point])
+        assert not any(line.intersects_bbox(marker, filled=False) for of, line in lines.items() if of != at)
+    assert not any(a.intersects_path(b, filled=False) for a, b in itertools.combinations(lines.values(), 2))
 
 
 def test_epochs_have_rows_and_lines_of_their_own(find_in):
