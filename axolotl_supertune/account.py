@@ -33,12 +33,13 @@ def kernels(model: Any, cfg: Any) -> str:
     layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
     dense = [layer for layer in layers if not isinstance(layer, QuantizedSupraLinear)]
     dtype = dtypes[0] if dtypes else getattr(layers[0], "weight_dtype", layers[0].base_layer.weight.dtype)
-    gathers = "FSDP" if cfg.fsdp_config else "DeepSpeed" if engine_checks.is_zero3(cfg) else None
-    if gathers or not dense:
-        every_pass = f"{gathers} gathers the weights" if gathers else "quantized weights are dequantized"
-        return f"{described(device, dtype, rank=0)} (the gradient of U alone; {every_pass} in every pass)"
+    if not dense:
+        how = "the gradient of U alone; quantized weights are dequantized in every pass"
+        return f"{described(device, dtype, rank=0)} ({how})"
     rank = max(budget.rank for layer in dense for budget in layer.supra_budget.values())
-    return described(device, dtype, rank)
+    gathers = "FSDP" if cfg.fsdp_config else "DeepSpeed" if engine_checks.is_zero3(cfg) else None
+    where = f"; {gathers} gathers the weights in every pass" if gathers else ""
+    return described(device, dtype, rank) + where
 
 
 def training(cfg: Any) -> tuple[dict[str, str], list[str]]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 Method = Literal["supra", "lora", "full"]
 Base = Literal["plain", "int8", "nf4", "nf4-double"]
-Layers = Literal["kernels", "transient", "reference"]
+Layers = Literal["kernels", "gathered", "transient", "reference"]
 Attention = Literal["flash", "repeated", "masked", "eager"]
 Checkpointing = Literal["none", "blocks", "offloaded"]
 Mlp = Literal["plain", "liger", "other"]
@@ -60,8 +60,9 @@ class Step:
         method: `supra` is Super too; `lora` is PEFT's with an fp32 adapter and no autocast; `full` trains all weights.
         width: w, bytes of a weight and of an activation.
         base: how the linear layers' weights lie in memory.
-        layers: what computes the adapted ones: the `kernels`, the `reference` in plain PyTorch, or for a weight that is
-            dequantized or gathered whenever it is used (`transient`) plain PyTorch with the kernels' sampled products.
+        layers: what computes the adapted ones: the `kernels`, in weights that stay or in those that are `gathered`
+            whenever they are used; the `reference` in plain PyTorch; or for weights that are dequantized whenever they
+            are used (`transient`) plain PyTorch with the kernels' sampled products.
         mlp: `plain` is down(silu(gate(x))·up(x)) in so many words, which the kernels compute as one; `liger` is
             Liger's, which keeps no silu(gate); `other` is eager code of another form.
         dropout: whether the low-rank part drops out.
@@ -95,6 +96,11 @@ class Step:
     def tokens(self) -> int:
         """T."""
         return self.rows * self.length
+
+    @property
+    def fused(self) -> bool:
+        """Whether the kernels compute whole layers."""
+        return self.layers in ("kernels", "gathered")
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def base_bytes(shape: Shape, step: Step) -> float:
 def adapter_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
     """U, L and R, fp32, and for the kernels a copy of L and R in the dtype of the products, of padded rank."""
     trained = 4.0 * sum(row.total for row in rows)
-    if step.method != "supra" or step.layers != "kernels":
+    if step.method != "supra" or not step.fused:
         return trained
     padded = sum(
         row.layers * _padded(row.budget.rank) * (row.budget.out_features + row.budget.in_features) for row in rows
@@ -334,7 +334,7 @@ def _kept(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     else:
         kept += w * inner * ((2 if step.mlp == "liger" else 3) + keeps(MLP_OUTPUTS))
     known = ATTENTION_INPUTS | ATTENTION_OUTPUTS | MLP_INPUTS | MLP_OUTPUTS
-    if own and step.layers == "kernels":
+    if own and step.fused:
         # The low-rank part's inner product, of padded rank.
         kept += sum(row.layers * _padded(row.budget.rank) for row in rows) * w / shape.blocks
     if own:
@@ -357,13 +357,13 @@ def _transient(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     gradients = w * tokens * (hidden + inner)  # of the output and the product; eager code then has two more for one
     following = [float(w * tokens * inner)]
     sparse, low_rank = any(row.budget.sparse_count for row in rows), any(row.budget.rank for row in rows)
-    if step.base != "plain" or (step.method == "supra" and step.layers != "kernels"):
+    if step.base != "plain" or (step.method == "supra" and not step.fused):
         following.append(shape.widest * w)  # the dequantized or the effective weight
     if step.method == "supra" and sparse:
         # The reference makes the whole gradient of W in fp32; sampled products read transposed copies.
         whole, copies = 4.0 * shape.widest, w * at_once * (hidden + inner)
         following.append(whole if step.layers == "reference" else copies)
-    if step.method == "supra" and low_rank and step.layers != "kernels":
+    if step.method == "supra" and low_rank and not step.fused:
         wide = inner if any(row.kind in MLP_OUTPUTS for row in rows) else hidden
         # What passes through L and R, in fp32, with its sum; dropout draws its mask again, on ones.
         following.append(tokens * wide * (16 if step.dropout else 8))
@@ -372,7 +372,7 @@ def _transient(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
 
 def _mlp_is_fused(rows: Sequence[BudgetRow], step: Step) -> bool:
     """Whether the kernels compute the MLP as one: all three layers adapted, and it is Llama's."""
-    own = step.method == "supra" and step.layers == "kernels"
+    own = step.method == "supra" and step.fused
     return own and step.mlp == "plain" and {row.kind for row in rows} >= _FUSED_MLP
 
 

@@ -207,9 +207,8 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
     if requested() == "reference":
         layers = "reference"
         notes.append("the adapted layers are computed by the reference, not by the Triton kernels")
-    elif engine.shards_weights:
-        layers = "transient"
-        notes.append("weights are gathered for every use, so of the kernels only the gradient of U is there")
+    elif engine.shards_weights and base == "plain":
+        layers = "gathered"
     evaluates = cfg.get("val_set_size") or cfg.get("test_datasets")
     evaluated = (cfg.get("eval_batch_size") or cfg.get("micro_batch_size") or 1) if evaluates else 0
     if rows == 1 and packs and evaluated:

@@ -29,6 +29,11 @@ def by_zero3(model: nn.Module) -> bool:
     return any(_is_zero3(parameter) for parameter in model.parameters())
 
 
+def is_by_zero3(layer: nn.Module) -> bool:
+    """Whether ZeRO-3 shards a layer's weight."""
+    return _is_zero3(layer._parameters.get("weight"))
+
+
 def _is_zero3(parameter: Tensor | None) -> bool:
     return hasattr(parameter, "ds_id")
 
@@ -37,11 +42,6 @@ def is_gathered(layer: Any) -> bool:
     """Whether the weight of a sharded layer is whole now. A look at one of ZeRO-3, in a forward, gathers it."""
     weight = layer.weight
     return not isinstance(weight, DTensor) and (not _is_zero3(weight) or weight.ds_status.name == "AVAILABLE")
-
-
-def is_gathered_alone(layer: nn.Module) -> bool:
-    """Whether a layer's weight is gathered for this layer's own forward and not for its siblings': under ZeRO-3."""
-    return _is_zero3(layer._parameters.get("weight"))
 
 
 def gathered_weight(layer: Any, name: str) -> Tensor:

@@ -165,8 +165,14 @@ class Sweep:
     everything is written anew: an optimizer may have changed U, L and R without a trace in autograd's version counters.
     """
 
+    # Of how many sets of adapters it is remembered what was written together.
+    _SETS = 16
+
     def __init__(self) -> None:
         self._last = -1
+        # What was written together before it was restored together, the latest first, and whether nothing was since.
+        self._before: list[list[_Tables]] = []
+        self._is_restored = False
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._counter = itertools.count()
         self._tables: list[_Tables] = []
@@ -193,11 +199,44 @@ class Sweep:
             return
         for entry in entries:
             if not entry.written:
-                entry._write_alone()
+                if not (self._is_restored and self._write_again(entry)):
+                    entry._write_alone()
             elif not (entry.fresh and entry.place > self._last and entry.is_current()):
                 self._run()
             entry.fresh = False
             self._last = entry.place
+        self._is_restored = False
+
+    def restore(self) -> None:
+        """Put the bits of all weights back, before other adapters are used; what a `refresh` wrote, in one launch.
+
+        The forward that uses these adapters again writes them together.
+        """
+        if self._tables and all([tables.hold() for tables in self._tables]):
+            for tables in self._tables:
+                tables.restore()
+            self._before = [self._tables, *(each for each in self._before if each is not self._tables)][: self._SETS]
+            self._is_restored = True
+        for entry in self._entries.values():
+            if entry.written:
+                entry.restore()
+
+    def forget(self) -> None:
+        """Write no layer for another from now on, until all have been used again: one may have left."""
+        self._before = []
+
+    def _write_again(self, entry: Entry) -> bool:
+        """Write what was written together with this entry before, if it can be."""
+        for before in self._before:
+            if any(tables.has(entry) for tables in before):
+                if not all(tables.can_return() for tables in before):
+                    return False
+                self._tables = before
+                for tables in before:
+                    tables.prepare()
+                    tables.run(fresh=True)
+                return True
+        return False
 
     def _run(self) -> None:
         # The tables are of all entries that were written when they were made: one that is written since makes new ones.
@@ -244,8 +283,35 @@ class _Tables:
 
     def hold(self) -> bool:
         """Whether these tables still say where the entries are, and all of them are written."""
+        return self._hold(written=True)
+
+    def can_return(self) -> bool:
+        """Whether these tables still say where the entries are, and none of them is written."""
+        return self._hold(written=False)
+
+    def _hold(self, *, written: bool) -> bool:
         entries = [ref() for ref in self._entries]
-        return all([entry is not None and entry.written for entry in entries]) and self._now(entries) == self._addresses
+        as_asked = [entry is not None and entry.written is written for entry in entries]
+        return all(as_asked) and self._now(entries) == self._addresses
+
+    def has(self, entry: Entry) -> bool:
+        return any([ref() is entry for ref in self._entries])
+
+    def prepare(self) -> None:
+        """Save all weights on their supports, before they are written anew."""
+        for ref in self._entries:
+            entry = ref()
+            if entry is not None:
+                entry.prepare()
+
+    def restore(self) -> None:
+        """Put the bits of all weights back."""
+        if self._write is not None:
+            kernels.restore_supports(self._write)
+        for ref in self._entries:
+            entry = ref()
+            if entry is not None:
+                entry.written = entry.fresh = False
 
     def run(self, *, fresh: bool = False) -> None:
         """Write and copy anew."""

@@ -89,10 +89,11 @@ def few_columns(plans: Sequence[Plan]) -> tuple[Tensor | None, list[Plan]]:
 
 
 class WriteTable(NamedTuple):
-    """Many layers' writes for one launch: which layer each block of entries belongs to, and the bound kernel."""
+    """Many layers' writes for one launch: which layer each block of entries belongs to, and the bound kernels."""
 
     owner: Tensor
-    call: Call
+    write: Call
+    restore: Call
 
 
 _WRITE_BLOCK = 1024
@@ -110,14 +111,18 @@ def write_table(layers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Writ
     # Of each kind of tensor one is named, for its dtype; the addresses of all are in the table.
     example = [tensor.detach() for tensor in layers[0][:3]]
     bound = (*example, table.to(device), owner, first.int().to(device))
-    return WriteTable(owner, Call(programs.write, (), bound, (_WRITE_BLOCK,), device))
+    calls = [Call(program, (), bound, (_WRITE_BLOCK,), device) for program in (programs.write, programs.restore)]
+    return WriteTable(owner, *calls)
 
 
 def write_supports(table: WriteTable) -> None:
     """W[support] ← round(W0 + U) for every row, in place and past autograd's version counters; W0 is `saved`."""
-    blocks = table.owner.numel()
-    if blocks:
-        table.call((blocks, 1, 1))
+    table.write((table.owner.numel(), 1, 1))
+
+
+def restore_supports(table: WriteTable) -> None:
+    """W[support] ← W0 for every row, as `write_supports`."""
+    table.restore((table.owner.numel(), 1, 1))
 
 
 class PackTable(NamedTuple):

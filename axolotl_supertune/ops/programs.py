@@ -29,6 +29,21 @@ def write(weight, indices, values, rows, owner, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def restore(weight, indices, values, rows, owner, first, BLOCK: tl.constexpr):
+    """The other way, with the same table: what was saved goes back."""
+    block = tl.program_id(0)
+    row = tl.load(owner + block)
+    at = rows + row * 5
+    to = tl.load(at).to(tl.pointer_type(weight.dtype.element_ty))
+    places = tl.load(at + 1).to(tl.pointer_type(indices.dtype.element_ty))
+    before = tl.load(at + 3).to(tl.pointer_type(weight.dtype.element_ty))
+    entry = (block - tl.load(first + row)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = entry < tl.load(at + 4)
+    place = tl.load(places + entry, mask=mask, other=0).to(tl.int64)
+    tl.store(to + place, tl.load(before + entry, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
 def pack(factor, copy, rows, scales, owner, first, RANK: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     row = tl.load(owner + block)

@@ -251,6 +251,12 @@ class SupraLinear(nn.Module, SupraLayer):
         L, R = low_rank[0][:2] if low_rank else (None, None)
         return Gathered(weight, sparse[0].values if sparse else None, L, R)
 
+    def get_base_layer(self) -> Any:
+        """The base layer, with its own weight, which no other layer's forward writes into until this one's has."""
+        if self.sweep is not None:
+            self.sweep.forget()
+        return super().get_base_layer()
+
     def restore(self) -> None:
         for entry in self._entries.values():
             if entry.written:

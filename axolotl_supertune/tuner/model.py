@@ -108,6 +108,27 @@ class SupraModel(BaseTuner):
             raise ValueError(mixed_batch(names))
         return contextlib.nullcontext()
 
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Make adapters active, as PEFT does; what those before wrote into the weights is taken out of all at once."""
+        self._restore()
+        super().set_adapter(*args, **kwargs)
+
+    def enable_adapter_layers(self) -> None:
+        """As PEFT does."""
+        self._restore()
+        super().enable_adapter_layers()
+
+    def disable_adapter_layers(self) -> None:
+        """As PEFT does."""
+        self._restore()
+        super().disable_adapter_layers()
+
+    def _restore(self) -> None:
+        sweeps = {id(each.sweep): each.sweep for each in self._adapted_layers() if isinstance(each, SupraLinear)}
+        for sweep in sweeps.values():
+            if sweep is not None:
+                sweep.restore()
+
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge in place, as PEFT does, after a look at all layers: no error leaves a half-merged model."""
         for layer in self._adapted_layers():

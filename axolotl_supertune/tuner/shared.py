@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.choice import requested
-from ..sharded import is_gathered, is_gathered_alone, is_sharded
+from ..sharded import is_by_zero3, is_gathered, is_sharded
 from .compiled import number_of
 from .known import Known
 from .linear import SupraLinear
@@ -86,7 +86,8 @@ class SharedInput:
         if not _same([self._parent._modules.get(name) for name in self._names], self._members):
             self.dissolve()  # a member was taken out by hand
             return None
-        if any(is_gathered_alone(member.base_layer) for member in self._members):
+        # ZeRO-3 gathers by hooks: where layers have their own, siblings may be empty, and a look would gather them.
+        if any(is_by_zero3(member.base_layer) and _hooked(member) for member in self._members):
             self.dissolve()
             return None
         layers = []
@@ -208,7 +209,7 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
 def _fitting_mlp(parent: Any, members: list[Any], known: dict[bool, Known], x: Tensor) -> "GatedMLP | None":
     if not all(isinstance(member, SupraLinear) for member in members):
         return None
-    if any(_hooked(member) or is_gathered_alone(member.base_layer) for member in members):
+    if any(_hooked(member) for member in members):
         return None
     layers = [member.known_layer(x) for member in members]  # the inner activation is as x is, but for its width
     if None in layers:

@@ -275,6 +275,7 @@ def test_what_saves_memory_saves_it(llama_8b):
     assert of(thin_norms=True).training < plain < of(mlp="other").training
     assert of(layers="reference").training > plain
     assert of(layers="transient").training > plain  # there is no fused MLP
+    assert 0.98 * plain < of(layers="gathered").training < plain  # W's own bits on the supports are not kept
     assert of(optimizer="adamw_8bit").training < of(optimizer="adamw_torch").training
     assert of(accumulation=4).training == plain + 4 * sum(row.total for row in rows)
     assert of(width=4).training > plain

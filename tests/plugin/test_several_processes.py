@@ -246,7 +246,7 @@ def test_zero_3_trains_as_one_process_resumes_and_merges(even_settings, train, l
     status, output = launch_deepspeed(two)
     assert status == 0, output
     assert "s in 2 processes" in output
-    assert "(the gradient of U alone; DeepSpeed gathers the weights in every pass)" in output
+    assert "; DeepSpeed gathers the weights in every pass" in output
     assert_equal_runs(one, two)
     norms = [ActivationNorms.load(Path(each["output_dir"]) / "activation_norms.safetensors") for each in (one, two)]
     assert norms[0].fingerprint == norms[1].fingerprint

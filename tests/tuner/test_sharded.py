@@ -34,22 +34,31 @@ def mark(request):
     return request.param
 
 
-@pytest.mark.parametrize("asked", ["auto", "triton", "reference"])
-def test_no_kernel_that_writes_into_weights_is_taken(layer, mark, monkeypatch, asked):
+@pytest.mark.parametrize("asked", ["auto", "reference"])
+def test_on_a_cpu_or_where_it_is_asked_for_the_weight_is_made_anew(layer, mark, monkeypatch, asked):
     monkeypatch.setenv("SUPERTUNE_KERNELS", asked)
-    monkeypatch.setattr(linear, "takes_kernels", lambda *args, **kwargs: pytest.fail("nobody is to ask"))
     mark(layer)
     assert layer.known_layer(torch.zeros(1, 64)) is None
     assert not layer._compilable(torch.zeros(1, 64))
+    layer(torch.zeros(1, 64)).sum().backward()
+    assert layer._gradients
 
 
-def test_a_demand_for_the_kernels_is_met_by_sampled_products_or_refused(layer, mark, monkeypatch):
+def test_what_the_kernels_write_into_a_gathered_weight_does_not_stay(layer, mark, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(linear, "takes_kernels", lambda *args, **kwargs: True)
+    mark(layer)
+    assert not layer.known_layer(torch.zeros(1, 64)).entry.stays
+    assert not layer._entries
+    assert not layer._compilable(torch.zeros(1, 64))
+
+
+def test_a_demand_for_the_kernels_is_met_or_refused(layer, mark, monkeypatch):
     monkeypatch.setenv("SUPERTUNE_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     mark(layer)
-    y = layer(torch.zeros(1, 64))
     with pytest.raises(RuntimeError, match=r"up_proj: SUPERTUNE_KERNELS=triton, .*CUDA devices, not on cpu"):
-        y.sum().backward()
+        layer(torch.zeros(1, 64))
 
 
 def test_a_trainable_weight_is_refused(layer, mark):
