@@ -65,6 +65,30 @@ def gathered_in_turn(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+def gather_at_once(model: nn.Module) -> None:
+    """Have ZeRO-3 gather and free a decoder layer in one go, once for all that is in it; before `initialize`.
+
+    What DeepSpeed's hooks do in Python around every module inside is what bounds a step of a small model. Of a list of
+    decoder layers those up to the first that trains something stay as they are: where a layer's input needs no
+    gradient DeepSpeed reduces its gradients before they are there. A layer that is gathered at once must be passed
+    backward before it is passed forward again, but for checkpointing.
+    """
+    inside_list = {
+        id(child): id(parent) for parent in model.modules() if isinstance(parent, nn.ModuleList) for child in parent
+    }
+    trained: set[int] = set()
+    for block in _blocks(model)[0]:
+        parent = inside_list.get(id(block))
+        if parent is None:
+            continue
+        if parent in trained:
+            from deepspeed.utils import set_z3_leaf_module
+
+            set_z3_leaf_module(block, True)
+        elif any(parameter.requires_grad for parameter in block.parameters()):
+            trained.add(parent)
+
+
 def _blocks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """The decoder layers of a model (none if it does not say what they are), and the modules outside them."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())

@@ -24,6 +24,7 @@ from .calibration import ActivationNorms
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .corpus import TRAINING_SET
 from .gradient_support import ChooseByGradient
+from .layer_by_layer import gather_at_once
 from .new_adapter import (
     Windows,
     adapter_config,
@@ -210,6 +211,8 @@ class SupertunePlugin(BasePlugin):
         assert self._processes is not None, "load_adapter came first"
         if cfg.deepspeed:
             _keep_fp32(trainer)
+            if engine_checks.is_zero3(cfg):
+                gather_at_once(trainer.model)
         callbacks = [RequireAllTrained(), RequireFp32(), CheckSaves(self._processes, self._resumes)]
         cost = None
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it

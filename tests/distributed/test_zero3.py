@@ -52,6 +52,10 @@ SETTINGS = [
     {"kind": "forwards first", "checkpointing": "not reentrant"},
     {"supra_lambda": 0.0},
     {"supra_lambda": 1.0, "sequential": True},
+    {"at_once": True},
+    {"at_once": True, "persistent": 10**6, "whole": True},
+    {"at_once": True, "kind": "accumulated", "checkpointing": "reentrant"},
+    {"at_once": True, "kind": "accumulated", "checkpointing": "not reentrant", "supra_lambda": 0.0},
 ]
 
 
@@ -60,9 +64,17 @@ def keeps_no_weight(rank, folder, settings):
     deepspeed = start(rank)
 
     def setting(
-        kind="one", checkpointing=False, whole=False, persistent=0, supra_lambda=0.5, sequential=False, steps=STEPS
+        kind="one",
+        checkpointing=False,
+        whole=False,
+        persistent=0,
+        supra_lambda=0.5,
+        sequential=False,
+        at_once=False,
+        steps=STEPS,
     ):
         from axolotl_supertune import sharded
+        from axolotl_supertune.layer_by_layer import gather_at_once
 
         model = base(torch.float32, checkpointing)
         before = {name: each.detach().clone() for name, each in model.named_parameters()}
@@ -72,8 +84,12 @@ def keeps_no_weight(rank, folder, settings):
         config["zero_optimization"]["stage3_allgather_sequential"] = sequential
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         optimizer = torch.optim.SGD(trained.values(), lr=0.0)
+        if at_once:
+            gather_at_once(model)
         engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
         layers = adapted_layers(model)
+        hooked = {name for name in layers if len(layers[name]._forward_pre_hooks)}
+        assert hooked == {name for name in layers if not (at_once and ".layers.1." in name)}
         shapes = {layer.base_layer.weight.ds_shape: name for name, layer in layers.items()}
         saved = []
 
@@ -151,6 +167,22 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
             assert saved == changed == kept == [], setting
             sparse = {"BlockGradient"} if setting.get("supra_lambda") != 1 else set()
             assert kinds == ({"GatheredEntry"} if kernels == "triton" else sparse)
+
+
+def test_what_is_gathered_at_once_has_an_input_that_needs_a_gradient():
+    from deepspeed.utils import z3_leaf_module
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from axolotl_supertune.layer_by_layer import gather_at_once
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 61}
+    for transformed, marked in ((None, {1, 2, 3}), ([1, 3], {2, 3}), ([3], set())):
+        knobs = {"layers_to_transform": transformed, "target_modules": ["q_proj", "down_proj"]}
+        model = adapt(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)), **knobs)
+        gather_at_once(model)
+        blocks = model.get_base_model().model.layers
+        assert {at for at, block in enumerate(blocks) if z3_leaf_module(block)} == marked
+        assert sum(z3_leaf_module(module) for module in model.modules()) == len(marked)
 
 
 CHOICES = [

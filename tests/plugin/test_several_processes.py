@@ -345,6 +345,7 @@ def shown(self, *args, **kwargs):
     layer = self.model.layers[0].mlp.up_proj
     kept = [layer.base_layer.weight, layer.supra_values["default"]]
     print("DTYPES", out.logits.dtype, *(getattr(each, "ds_tensor", each).dtype for each in kept))
+    print("AT ONCE", [getattr(block, "_z3_leaf", False) for block in self.model.layers])
     return out
 transformers.LlamaForCausalLM.forward = shown
 """
@@ -362,6 +363,7 @@ def test_zero_computes_in_bf16_and_keeps_the_adapter_in_fp32(even_settings, laun
     assert status == 0, output
     assert stages_in(Path(mapping["output_dir"]) / "checkpoint-8") == [stage, stage]
     assert "DTYPES torch.bfloat16 torch.bfloat16 torch.float32" in output
+    assert f"AT ONCE [False, {stage == 3}]" in output
     assert ("'eval_loss'" in output) == (stage == 3)
     saved = load_file(Path(mapping["output_dir"]) / "adapter_model.safetensors")
     largest = {kind: max(each.abs().max() for name, each in saved.items() if kind in name) for kind in ("values", "_L")}
