@@ -140,7 +140,7 @@ def dense_step(model, kind):
 
 @pytest.mark.parametrize(
     ("settings", "kernels"),
-    [(SETTINGS, "auto"), ([{"steps": 1}], "triton")],
+    [(SETTINGS, "auto"), ([{"at_once": True, "steps": 1}], "triton")],
     ids=["", "triton"],
 )
 def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypatch, settings, kernels):
