@@ -68,7 +68,7 @@ def gathered_in_turn(model: nn.Module) -> Iterator[None]:
 def gather_at_once(model: nn.Module) -> None:
     """Have ZeRO-3 gather and free a decoder layer in one go, once for all that is in it; before `initialize`.
 
-    What DeepSpeed's hooks do in Python around every module inside is what bounds a step of a small model. Of a list of
+    DeepSpeed's hooks around every module inside take a good part of the host's time in a step. Of a list of
     decoder layers those up to the first that trains something stay as they are: where a layer's input needs no
     gradient DeepSpeed reduces its gradients before they are there. A layer that is gathered at once must be passed
     backward before it is passed forward again, but for checkpointing.

@@ -381,7 +381,8 @@ def _gathered(shape: Shape, step: Step, engine: Engine) -> tuple[float, float]:
     if not engine.shards_weights:
         return 0.0, 0.0
     if engine.name == "ZeRO-3":
-        live = float(min(shape.parameters, engine.live) * step.width)
+        # A decoder layer is gathered in one go, however little may be live.
+        live = min(shape.parameters, max(engine.live, shape.linear / shape.blocks)) * float(step.width)
         return live, live
     whole = base_bytes(shape, step)
     if engine.keeps_gathered:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -19,7 +18,7 @@ from . import kernels
 from .gathered import GatheredEntry
 from .inplace import Entry
 from .launch import aligned
-from .reference import cast
+from .reference import cast, linear
 
 _SEED_BIT = 2**62
 
@@ -428,8 +427,8 @@ def _seed(x: Tensor, threshold: int) -> int:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x·Wᵀ + bias, never a view to autograd, which would forbid whoever gets it to change it."""
     if bias is None or x.dim() == 2:
-        return F.linear(x, weight, bias)
-    y = F.linear(_matrix(x), weight, bias)
+        return linear(x, weight, bias)
+    y = linear(_matrix(x), weight, bias)
     return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
 

@@ -15,6 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# PyTorch's own, as it is now: DeepSpeed's zero.Init puts an autograd function in its place, of which each call costs
+# the host more than a small product, and which within these functions is for nothing.
+linear = F.linear
+
 
 class Sparse(NamedTuple):
     """One sparse part M⊙U: `values` (s,) are U on the support, `indices` (s,) its sorted flat indices."""
@@ -123,7 +127,7 @@ class _SparseLinear(torch.autograd.Function):
         ctx.sparse_parts, ctx.settings = sparse_parts, settings
         with torch.autocast(x.device.type, enabled=False):
             effective = effective_weight(weight, sparse)
-            y = F.linear(cast(x, ctx.compute), cast(effective, ctx.compute), cast(bias, ctx.compute))
+            y = linear(cast(x, ctx.compute), cast(effective, ctx.compute), cast(bias, ctx.compute))
             del effective
             dtype = y.dtype
             y, ctx.generator_states = add_low_rank(y, x, low_rank, ctx.compute)
@@ -175,8 +179,8 @@ def add_low_rank(
     for L, R, scaling, dropout in low_rank:
         states.append(_generator_state(x.device) if dropout else None)
         dropped = F.dropout(x.to(R.dtype).contiguous(), dropout)
-        inner = F.linear(cast(dropped, compute), cast(R, compute))
-        y = y + F.linear(inner, cast(L, compute)) * scaling
+        inner = linear(cast(dropped, compute), cast(R, compute))
+        y = y + linear(inner, cast(L, compute)) * scaling
     return y, states
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -22,6 +21,7 @@ from .reference import (
     autocast_dtype,
     cast,
     effective_weight,
+    linear,
     low_rank_gradients,
     outer_sum,
     rows_of,
@@ -160,7 +160,7 @@ class _TransientLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             effective = how.effective(sparse)
             ctx.compute = how.compute or ctx.autocast or effective.dtype
-            y = F.linear(x.to(ctx.compute), effective.to(ctx.compute), cast(bias, ctx.compute))
+            y = linear(x.to(ctx.compute), effective.to(ctx.compute), cast(bias, ctx.compute))
             del effective
             y, ctx.generator_states = add_low_rank(y, x, low_rank, ctx.autocast)
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *tensors)

@@ -248,7 +248,8 @@ def test_engines_hold_what_they_shard(llama_8b):
         assert part(of(name, gpus=4, bucket=10), "reduction buckets") == 40
         assert part(of(name, gpus=4, bucket=10, overlaps=True), "reduction buckets") == 80
     assert part(of("FSDP2", gpus=4, keeps_gathered=True), "gathered weights") == whole
-    assert part(of("ZeRO-3", gpus=4, live=10**6), "gathered weights") == 2 * 10**6
+    assert part(of("ZeRO-3", gpus=4, live=3 * 10**8), "gathered weights") == 2 * 3 * 10**8
+    assert part(of("ZeRO-3", gpus=4, live=10**6), "gathered weights") == 2 * shape.linear / 32, "one decoder layer"
 
 
 def test_calibration_under_zero_3_gathers_a_block_or_the_embeddings(llama_8b):

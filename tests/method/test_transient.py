@@ -258,3 +258,11 @@ def test_a_kernel_that_was_asked_for_and_cannot_run_is_an_error(asked, x, shape,
     reason = reason.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(RuntimeError, match=rf"model\.q_proj: SUPERTUNE_KERNELS=triton, .*({reason})"):
         asked("triton", x, shape)
+
+
+def test_what_deepspeed_puts_in_the_place_of_linear_is_not_called(monkeypatch):
+    x, weight = make_dense((4, 5), seed=1).requires_grad_(), make_dense((3, 5), seed=2)
+    parts = [make_sparse(3, 5, 4, seed=3)], [make_low_rank(3, 5, 2, seed=4)]
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args, **kwargs: pytest.fail("DeepSpeed's was called"))
+    for y in (sparse_linear(x, weight, None, *parts), transient(x, weight, None, *parts)):
+        y.sum().backward()
