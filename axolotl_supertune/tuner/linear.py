@@ -52,6 +52,10 @@ class SupraLinear(nn.Module, SupraLayer):
         self.sweep: Sweep | None = None
         self.shared_input: SharedInput | None = None
         self.shared_place = 0
+        # What was found of the gated MLP that this layer is the gate of, as `_known`.
+        self.known_mlps: dict[bool, Known] = {}
+        # The module that it was put into, and its name there.
+        self.home: tuple[nn.Module, str] | None = None
         # Its name among the operators of torch.compile; none before `share_work`.
         self.number = -1
         self.compiled_groups: dict[int, Group] = {}
@@ -239,8 +243,14 @@ class SupraLinear(nn.Module, SupraLayer):
         entry = self._entries.get((*names, dtype))
         if entry is None or not entry.is_of(*operands):
             self.restore()
+            if entry is not None:
+                self.sweep.drop(entry)
             entry = self._entries[*names, dtype] = self.sweep.add(Entry(*operands))
+            entry.is_called = self._is_at_home
         return Layer(entry, base.bias, dropout)
+
+    def _is_at_home(self) -> bool:
+        return self.home is None or self.home[0]._modules.get(self.home[1]) is self
 
     def _gathered(self, names: Sequence[str]) -> "Gathered":
         """What the kernels compute with of these adapters, where weights are sharded: looked up anew, as it moves."""
@@ -264,8 +274,19 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def forget(self) -> None:
         self.restore()
-        for made in (self._entries, self._gradients, self._known, self._alone, self.kept):
+        if self.sweep is not None:
+            self.sweep.drop(*self._entries.values())
+        if self.shared_input is not None:
+            self.shared_input.forget()
+        for made in (self._entries, self._gradients, self._known, self._alone, self.kept, self.known_mlps):
             made.clear()
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        here = {id(tensor) for store in self.adapter_layer_names for tensor in getattr(self, store).values()}
+        for number, group in list(self.compiled_groups.items()):
+            if any(id(tensor) not in here for tensor in group.trained):
+                del self.compiled_groups[number]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.forget()
@@ -274,8 +295,8 @@ class SupraLinear(nn.Module, SupraLayer):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the base's own bits, and nothing that can be made again."""
         self.restore()
-        made = ("_entries", "_known", "_alone", "kept", "compiled_groups", "_gradients")
-        return {**self.__dict__, **{name: {} for name in made}}
+        made = ("_entries", "_known", "_alone", "kept", "known_mlps", "compiled_groups", "_gradients")
+        return {**self.__dict__, **{name: {} for name in made}, "home": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
