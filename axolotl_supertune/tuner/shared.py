@@ -80,7 +80,8 @@ class SharedInput:
         known, group = self._known.get(self._members[at].training), self._computed_by
         if known is None or group is None or known.found is not group:
             return False
-        return group.entries[at].is_unchanged()
+        # What is written into a weight that stays is taken out by whoever switches adapters; nothing tells of others.
+        return group.entries[at].is_unchanged() and (group.stays or known.holds(self._x))  # type: ignore[arg-type]
 
     def _fitting_group(self, x: Tensor) -> "Group | None":
         if not _same([self._parent._modules.get(name) for name in self._names], self._members):
