@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
 from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
@@ -191,7 +192,7 @@ class SupraLinear(nn.Module, SupraLayer):
         """Whether torch.compile may take this layer for one operator: where the kernels compute it, and it is plain."""
         if self.number < 0 or self.disable_adapters or self.merged or self.supra_unloaded:
             return False
-        if is_sharded(self.base_layer):
+        if self._is_sharded():
             return False
         names: Any = self.active_adapters
         bias = self.base_layer.bias
@@ -205,9 +206,13 @@ class SupraLinear(nn.Module, SupraLayer):
             return False
         return x.device.type == "cuda" or requested() == "triton"
 
+    def _is_sharded(self) -> bool:
+        """Whether its weight or its adapters are here only while something gathers them: FSDP may ignore either."""
+        return any(is_sharded(each) for each in (self.base_layer, self.supra_values, self.supra_L, self.supra_R))
+
     def _new_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
         base = self.base_layer
-        sharded = is_sharded(base)
+        sharded = self._is_sharded()
         if sharded:
             # In a forward it looks like any weight, but what is written into it is lost when it is freed.
             if any(entry.written for entry in self._entries.values()):
@@ -220,6 +225,8 @@ class SupraLinear(nn.Module, SupraLayer):
                 return None
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
+        if any(isinstance(each, DTensor) for each in (*(one[0] for one in sparse), *(one[0] for one in low_rank))):
+            return None
         if not sparse and not low_rank:
             return None
         if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
