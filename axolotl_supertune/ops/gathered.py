@@ -64,10 +64,19 @@ class GatheredEntry:
 
         Returns:
             Whether this did it; whoever asked then takes it out again, with `restore`.
+
+        Raises:
+            RuntimeError: the adapter has other tensors by now, or none.
         """
         if self.written:
             return False
-        self.weight, self.values, self.L, self.R = self._now()
+        now = self._now()
+        if now.values is not self.values or now.L is not self.L or now.R is not self.R:
+            raise RuntimeError(
+                "the adapter of a layer was deleted or replaced between a forward and its backward: call backward() "
+                "first."
+            )
+        self.weight = now.weight
         if self.packed is not None and self.L is not None and self.R is not None:
             self._pack(aligned(self.L.detach().contiguous()), aligned(self.R.detach().contiguous()))
         if self.indices is not None and self.values is not None:

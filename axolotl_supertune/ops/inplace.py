@@ -8,6 +8,7 @@ what is restored are the very bits that were there.
 import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Entry:
         self.written = False
         self.fresh = False
         self.place = -1
+        # Whether the model still calls the layer; it is asked before the entry is written together with others.
+        self.is_called: Callable[[], bool] = lambda: True
         self.saved: Tensor | None = None
         self._alone: _Tables | None = None
         self._address = 0
@@ -225,6 +228,12 @@ class Sweep:
         """Write no layer for another from now on, until all have been used again: one may have left."""
         self._before = []
 
+    def drop(self, *entries: Entry) -> None:
+        """Write these no more, though a graph or a group of layers may still hold them: nobody would restore them."""
+        for entry in entries:
+            self._entries.pop(entry.place, None)
+        self._before, self._tables = [], []
+
     def _write_again(self, entry: Entry) -> bool:
         """Write what was written together with this entry before, if it can be."""
         for before in self._before:
@@ -286,8 +295,8 @@ class _Tables:
         return self._hold(written=True)
 
     def can_return(self) -> bool:
-        """Whether these tables still say where the entries are, and none of them is written."""
-        return self._hold(written=False)
+        """Whether these tables still say where the entries are, none of them is written, and all layers are called."""
+        return self._hold(written=False) and all([entry.is_called() for ref in self._entries if (entry := ref())])
 
     def _hold(self, *, written: bool) -> bool:
         entries = [ref() for ref in self._entries]

@@ -60,7 +60,13 @@ def adapted_linear_backward(
 
     start, group_id = seed.tolist()
     saved = Saved((x, inner if inner.numel() else None), start, [])
-    group = _layers[number].compiled_groups[group_id]
+    layer = _layers[number]
+    group = layer.compiled_groups.get(group_id)
+    if group is None:
+        raise RuntimeError(
+            f"{layer.supra_layer}: the adapter was deleted between a compiled forward and its backward: call "
+            "backward() before delete_adapter()."
+        )
     dx, grads = group_backward((dy,), saved, group, trains=bool(trained), wants_dx=wants_dx)
     return [x.new_empty(0) if dx is None else dx.to(x.dtype), *(grad for grad in grads if grad is not None)]
 

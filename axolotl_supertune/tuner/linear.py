@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
 from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
@@ -52,6 +53,10 @@ class SupraLinear(nn.Module, SupraLayer):
         self.sweep: Sweep | None = None
         self.shared_input: SharedInput | None = None
         self.shared_place = 0
+        # What was found of the gated MLP that this layer is the gate of, as `_known`.
+        self.known_mlps: dict[bool, Known] = {}
+        # The module that it was put into, and its name there.
+        self.home: tuple[nn.Module, str] | None = None
         # Its name among the operators of torch.compile; none before `share_work`.
         self.number = -1
         self.compiled_groups: dict[int, Group] = {}
@@ -187,7 +192,7 @@ class SupraLinear(nn.Module, SupraLayer):
         """Whether torch.compile may take this layer for one operator: where the kernels compute it, and it is plain."""
         if self.number < 0 or self.disable_adapters or self.merged or self.supra_unloaded:
             return False
-        if is_sharded(self.base_layer):
+        if self._is_sharded():
             return False
         names: Any = self.active_adapters
         bias = self.base_layer.bias
@@ -201,9 +206,13 @@ class SupraLinear(nn.Module, SupraLayer):
             return False
         return x.device.type == "cuda" or requested() == "triton"
 
+    def _is_sharded(self) -> bool:
+        """Whether its weight or its adapters are here only while something gathers them: FSDP may ignore either."""
+        return any(is_sharded(each) for each in (self.base_layer, self.supra_values, self.supra_L, self.supra_R))
+
     def _new_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
         base = self.base_layer
-        sharded = is_sharded(base)
+        sharded = self._is_sharded()
         if sharded:
             # In a forward it looks like any weight, but what is written into it is lost when it is freed.
             if any(entry.written for entry in self._entries.values()):
@@ -216,6 +225,8 @@ class SupraLinear(nn.Module, SupraLayer):
                 return None
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
+        if any(isinstance(each, DTensor) for each in (*(one[0] for one in sparse), *(one[0] for one in low_rank))):
+            return None
         if not sparse and not low_rank:
             return None
         if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
@@ -239,8 +250,14 @@ class SupraLinear(nn.Module, SupraLayer):
         entry = self._entries.get((*names, dtype))
         if entry is None or not entry.is_of(*operands):
             self.restore()
+            if entry is not None:
+                self.sweep.drop(entry)
             entry = self._entries[*names, dtype] = self.sweep.add(Entry(*operands))
+            entry.is_called = self._is_at_home
         return Layer(entry, base.bias, dropout)
+
+    def _is_at_home(self) -> bool:
+        return self.home is None or self.home[0]._modules.get(self.home[1]) is self
 
     def _gathered(self, names: Sequence[str]) -> "Gathered":
         """What the kernels compute with of these adapters, where weights are sharded: looked up anew, as it moves."""
@@ -264,8 +281,19 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def forget(self) -> None:
         self.restore()
-        for made in (self._entries, self._gradients, self._known, self._alone, self.kept):
+        if self.sweep is not None:
+            self.sweep.drop(*self._entries.values())
+        if self.shared_input is not None:
+            self.shared_input.forget()
+        for made in (self._entries, self._gradients, self._known, self._alone, self.kept, self.known_mlps):
             made.clear()
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        here = {id(tensor) for store in self.adapter_layer_names for tensor in getattr(self, store).values()}
+        for number, group in list(self.compiled_groups.items()):
+            if any(id(tensor) not in here for tensor in group.trained):
+                del self.compiled_groups[number]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.forget()
@@ -274,8 +302,8 @@ class SupraLinear(nn.Module, SupraLayer):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the base's own bits, and nothing that can be made again."""
         self.restore()
-        made = ("_entries", "_known", "_alone", "kept", "compiled_groups", "_gradients")
-        return {**self.__dict__, **{name: {} for name in made}}
+        made = ("_entries", "_known", "_alone", "kept", "known_mlps", "compiled_groups", "_gradients")
+        return {**self.__dict__, **{name: {} for name in made}, "home": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -80,7 +80,8 @@ class SharedInput:
         known, group = self._known.get(self._members[at].training), self._computed_by
         if known is None or group is None or known.found is not group:
             return False
-        return group.entries[at].is_unchanged()
+        # What is written into a weight that stays is taken out by whoever switches adapters; nothing tells of others.
+        return group.entries[at].is_unchanged() and (group.stays or known.holds(self._x))  # type: ignore[arg-type]
 
     def _fitting_group(self, x: Tensor) -> "Group | None":
         if not _same([self._parent._modules.get(name) for name in self._names], self._members):
@@ -120,6 +121,13 @@ class SharedInput:
         for member in self._members:
             member.shared_input = None
 
+    def forget(self) -> None:
+        """Drop what was found of the members, and what was computed with it: the tensors of one may be taken out."""
+        self._x, self._key, self._outputs, self._computed_by = None, None, {}, None
+        first = self._members[0]
+        for found in (self._known, first.kept, first.known_mlps):
+            found.clear()
+
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__,
@@ -146,6 +154,9 @@ def share_work(model: nn.Module) -> None:
             layer.number = number_of(layer)
     for parent in model.modules():
         children = parent._modules
+        for name, child in children.items():
+            if isinstance(child, SupraLinear):
+                child.home = parent, name
         for names in _SHARED_INPUT:
             members = [child for name in names if isinstance(child := children.get(name), SupraLinear)]
             if len(members) == len(names) and all(member.shared_input is None for member in members):
@@ -164,7 +175,6 @@ def unshare_work(model: nn.Module) -> None:
         own = vars(module).get("forward")
         if isinstance(own, partial) and own.func is _mlp_forward:
             del module.forward
-            vars(module).pop("_supra_mlps", None)
 
 
 def _known_together(
@@ -196,9 +206,8 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
         return type(self).forward(self, x)  # the compiler fuses what lies between the three layers
     modules = self._modules
     gate, up, down = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
-    known = vars(self).setdefault("_supra_mlps", {})
-    one = known.get(self.training)
-    mlp = one.found if one is not None and one.holds(x) else _fitting_mlp(self, [gate, up, down], known, x)
+    one = gate.known_mlps.get(self.training) if isinstance(gate, SupraLinear) else None
+    mlp = one.found if one is not None and one.holds(x) else _fitting_mlp(self, [gate, up, down], x)
     if mlp is None or _hooked(gate) or _hooked(up) or _hooked(down):
         return type(self).forward(self, x)
     if mlp.stays:
@@ -206,7 +215,7 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     return mlp(x)
 
 
-def _fitting_mlp(parent: Any, members: list[Any], known: dict[bool, Known], x: Tensor) -> "GatedMLP | None":
+def _fitting_mlp(parent: Any, members: list[Any], x: Tensor) -> "GatedMLP | None":
     if not all(isinstance(member, SupraLinear) for member in members):
         return None
     if any(_hooked(member) for member in members):
@@ -224,7 +233,7 @@ def _fitting_mlp(parent: Any, members: list[Any], known: dict[bool, Known], x: T
             alike = fit_together(layers[:2]) and layers[0].entry.stays == layers[2].entry.stays
             mlp = GatedMLP(*layers) if alike else None
         one = kept[key] = _known_together(parent, _MLP, members, x, mlp)
-    known[parent.training] = one
+    members[0].known_mlps[parent.training] = one
     found: GatedMLP | None = one.found
     return found
 

@@ -1,5 +1,8 @@
 """Under torch.compile an adapted layer is one operator: no graph break, and the eager gradients."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -78,3 +81,28 @@ def test_a_layer_whose_bias_trains_is_left_to_eager_mode():
     assert len(expected) == 4
     torch._dynamo.reset()
     torch.testing.assert_close(found(torch.compile(model, backend="eager")), expected)
+
+
+def test_a_compiled_layer_holds_nothing_of_a_deleted_adapter(tiny_llama):
+    model = make_model(tiny_llama, 0)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(2, layer.in_features)
+
+    def forward():
+        return torch.ops.axolotl_supertune.adapted_linear(x, layer._trained(), layer.number, layer.out_features)[0]
+
+    config = model.peft_config["default"]
+    model.add_adapter("other", config)
+    forward().sum().backward()
+    model.set_adapter("other")
+    y = forward()
+    held = weakref.ref(layer.supra_values["default"])
+    model.delete_adapter("default")
+    gc.collect()
+    assert held() is None
+    y.sum().backward()  # of an adapter that is still there
+    assert layer.supra_values["other"].grad is not None
+    y = forward()
+    layer.delete_adapter("other")
+    with pytest.raises(RuntimeError, match="q_proj: the adapter was deleted"):
+        y.sum().backward()

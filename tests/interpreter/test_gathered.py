@@ -37,12 +37,12 @@ def make(tiny_llama, supra_lambda=0.5, checkpointing=False, **changes):
     return model, [module for module in model.modules() if isinstance(module, SupraLayer)]
 
 
-def shard(model, mesh, units="blocks", reshard=True):
+def shard(model, mesh, units="blocks", reshard=True, **more):
     blocks = list(model.base_model.model.model.layers)
     layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
     for module in layers if units == "layers" else blocks:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **more)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, **more)
 
 
 def whole(tensor):
@@ -176,3 +176,65 @@ def test_adapters_take_turns_in_gathered_weights(tiny_llama, mesh, monkeypatch, 
             torch.testing.assert_close(model(ids).logits, expected[name], rtol=1e-5, atol=1e-5)
         found = entries(layers)
         assert all(one is again for one, again in zip(found, made.setdefault(name, found), strict=True))
+
+
+def with_another(tiny_llama):
+    torch.manual_seed(0)
+    model, layers = make(tiny_llama)
+    model.add_adapter("other", SupraConfig(task_type="CAUSAL_LM", mask_score="magnitude", r0=2, supra_lambda=0.5,
+                                           sparse_direction="top", init_weights=False))  # fmt: skip
+    return model, layers
+
+
+@pytest.mark.parametrize("switch", ["another", "off"])
+def test_a_switch_between_siblings_is_heeded(tiny_llama, mesh, monkeypatch, ids, switch):
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    model, _ = with_another(tiny_llama)
+    shard(model.eval(), mesh, reshard=False)
+    x = torch.randn(1, 5, TINY["hidden_size"])
+    with torch.no_grad():
+        model(ids)  # leaves the weights gathered
+        attention = model.base_model.model.model.layers[0].self_attn
+
+        def switched():
+            model.set_adapter("other") if switch == "another" else model.base_model.disable_adapter_layers()
+
+        attention.q_proj(x)
+        switched()
+        found = attention.k_proj(x)
+        assert torch.equal(found, attention.k_proj(x.clone()))
+
+
+def test_a_backward_after_its_adapter_was_deleted_is_refused(tiny_llama, mesh, monkeypatch, ids):
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    model, _ = with_another(tiny_llama)
+    shard(model, mesh, reshard=False)
+    loss = model(input_ids=ids, labels=ids).loss
+    model.delete_adapter("default")
+    with pytest.raises(RuntimeError, match="deleted or replaced"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("units", ["blocks", "layers"])
+@pytest.mark.parametrize("kept", [("q_proj", "up_proj"), ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")])
+def test_layers_whose_weights_fsdp_ignores_compute_as_dense_ones(
+    tiny_llama, mesh, monkeypatch, ids, dense, units, kept
+):
+    torch.manual_seed(0)
+    model, layers = make(tiny_llama)
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    loss, exact = dense(model)
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    model, layers = make(tiny_llama)
+    model.load_state_dict(state)
+    ignored = {layer.base_layer.weight for layer in layers if layer.supra_layer.endswith(kept)}
+    shard(model, mesh, units, ignored_params=ignored)
+    for _ in range(2):
+        model.zero_grad()
+        found_loss, found = step(model, ids)
+        torch.testing.assert_close(found_loss, loss)
+        for name, one in exact.items():
+            torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-6)
+    assert not any(entry.stays or entry.written for entry in entries(layers))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(whole(tensor), state[name]), name

@@ -1,6 +1,9 @@
 """Switching between adapters whose values are written into the base weights: all at once, and never where they do not
 belong."""
 
+import gc
+import weakref
+
 import pytest
 
 pytest.importorskip("triton")
@@ -106,6 +109,22 @@ def taken_out_before(model):
     switched(model)
 
 
+def taken_out_directly(model):
+    model.kept = [layer_of(model)]
+    model.base_model.model.model.layers[0].self_attn.k_proj = layer_of(model).base_layer
+
+
+def deleted_at_a_layer(model):
+    layer_of(model).delete_adapter("default")
+    switched(model)  # the layer computes without an adapter
+
+
+def with_another_support_at_a_layer(model):
+    layer, name = layer_of(model), "default"
+    layer.take_support(name, layer.supra_indices[name].flip(0).sub(layer.out_features * layer.in_features - 1).neg())
+    layer.enable_adapters(False)
+
+
 def disabled(model):
     layer_of(model).enable_adapters(False)
 
@@ -142,7 +161,8 @@ def changed(model):
 
 @pytest.mark.parametrize(
     "action",
-    [taken_out, taken_out_before, disabled, merged, of_another, of_another_base, with_a_new_weight, without_the_other,
+    [taken_out, taken_out_before, taken_out_directly, deleted_at_a_layer, with_another_support_at_a_layer,
+     disabled, merged, of_another, of_another_base, with_a_new_weight, without_the_other,
      reloaded, changed],
 )  # fmt: skip
 def test_what_was_done_to_a_layer_since_is_heeded(used, logits, action):
@@ -157,3 +177,26 @@ def test_what_was_done_to_a_layer_since_is_heeded(used, logits, action):
     used.state_dict()  # puts back what is written
     for key, layer in before.items():
         assert torch.equal(layer.weight, bits[key])
+
+
+def tensors_of(model, name):
+    stores = ("supra_values", "supra_L", "supra_R", "supra_indices")
+    found = [getattr(layer, store) for layer in adapted(model) for store in stores]
+    return [store[name] for store in found if name in store]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_nothing_holds_the_tensors_of_a_deleted_adapter(used, logits, ids, trained):
+    switched(used)
+    if trained:
+        used.set_adapter("default")
+        used.train()(ids, labels=ids).loss.backward()
+        used.eval()
+    logits()
+    held = [weakref.ref(each) for tensor in tensors_of(used, "default") for each in (tensor, tensor.untyped_storage())]
+    assert held
+    switched(used, "other")
+    used.delete_adapter("default")
+    gc.collect()
+    assert not [ref for ref in held if ref() is not None]
+    torch.testing.assert_close(logits(), logits("reference"), rtol=1e-5, atol=1e-5)
