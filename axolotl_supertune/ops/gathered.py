@@ -53,11 +53,8 @@ class GatheredEntry:
     @functools.cached_property
     def plan(self) -> Plan | None:
         """How its sampled products walk over the support."""
-        return (
-            None
-            if self.indices is None
-            else kernels.make_plan(self.indices, (self.weight.shape[0], self.weight.shape[1]))
-        )
+        c, b = self.weight.shape
+        return None if self.indices is None else kernels.make_plan(self.indices, (c, b))
 
     def ensure(self) -> bool:
         """Write M⊙U into the gathered weight, and copy L and R.

@@ -59,11 +59,8 @@ class Entry:
     @functools.cached_property
     def plan(self) -> Plan | None:
         """How its sampled products walk over the support: made for the first backward, nothing else needs it."""
-        return (
-            None
-            if self.indices is None
-            else kernels.make_plan(self.indices, (self.weight.shape[0], self.weight.shape[1]))
-        )
+        c, b = self.weight.shape
+        return None if self.indices is None else kernels.make_plan(self.indices, (c, b))
 
     def is_of(self, *operands: Any) -> bool:
         """Whether this entry was made of these very objects, in the order of the constructor."""

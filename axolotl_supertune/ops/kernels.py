@@ -111,7 +111,7 @@ def write_table(layers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Writ
     # Of each kind of tensor one is named, for its dtype; the addresses of all are in the table.
     example = [tensor.detach() for tensor in layers[0][:3]]
     bound = (*example, table.to(device), owner, first.int().to(device))
-    calls = [Call(program, (), bound, (_WRITE_BLOCK,), device) for program in (programs.write, programs.restore)]
+    calls = [Call(programs.write, (), bound, (adds, _WRITE_BLOCK), device) for adds in (True, False)]
     return WriteTable(owner, *calls)
 
 

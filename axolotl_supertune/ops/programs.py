@@ -10,8 +10,8 @@ import triton.language as tl
 
 
 @triton.jit
-def write(weight, indices, values, rows, owner, first, BLOCK: tl.constexpr):
-    """The first three arguments only name the types that the addresses in `rows` point to."""
+def write(weight, indices, values, rows, owner, first, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """What was saved, with U or without; the first three arguments only name the types that `rows` point to."""
     block = tl.program_id(0)
     row = tl.load(owner + block)
     at = rows + row * 5
@@ -23,24 +23,10 @@ def write(weight, indices, values, rows, owner, first, BLOCK: tl.constexpr):
     entry = (block - tl.load(first + row)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < count
     place = tl.load(places + entry, mask=mask, other=0).to(tl.int64)
-    value = tl.load(before + entry, mask=mask, other=0.0).to(tl.float32)
-    value += tl.load(change + entry, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(before + entry, mask=mask, other=0.0)
+    if ADD:
+        value = value.to(tl.float32) + tl.load(change + entry, mask=mask, other=0.0).to(tl.float32)
     tl.store(to + place, value.to(weight.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def restore(weight, indices, values, rows, owner, first, BLOCK: tl.constexpr):
-    """The other way, with the same table: what was saved goes back."""
-    block = tl.program_id(0)
-    row = tl.load(owner + block)
-    at = rows + row * 5
-    to = tl.load(at).to(tl.pointer_type(weight.dtype.element_ty))
-    places = tl.load(at + 1).to(tl.pointer_type(indices.dtype.element_ty))
-    before = tl.load(at + 3).to(tl.pointer_type(weight.dtype.element_ty))
-    entry = (block - tl.load(first + row)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = entry < tl.load(at + 4)
-    place = tl.load(places + entry, mask=mask, other=0).to(tl.int64)
-    tl.store(to + place, tl.load(before + entry, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit

@@ -138,7 +138,7 @@ def step(model, kind, rows):
 
 
 # More of them, in one process, are in tests/interpreter: the interpreter is slow.
-OF_KERNELS = [{"dtype": torch.float32, "units": "blocks", "kind": "forwards first"}]
+OF_KERNELS = [{"dtype": torch.float32, "units": "blocks"}]
 
 
 def keeps_no_weight(rank, folder, settings):
