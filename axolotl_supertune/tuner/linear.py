@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
 from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
 from ..ops.reference import check_frozen
 from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
-from ..sharded import gathered_weight, is_gathered, is_sharded
+from ..sharded import gathered_weight, is_gathered, is_sharded, is_whole
 from .checkpoint import unpack_whole
 from .compiled import number_of
 from .known import Known
@@ -225,7 +224,7 @@ class SupraLinear(nn.Module, SupraLayer):
                 return None
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
-        if any(isinstance(each, DTensor) for each in (*(one[0] for one in sparse), *(one[0] for one in low_rank))):
+        if not all(is_whole(each) for each in (*(part.values for part in sparse), *(part.L for part in low_rank))):
             return None
         if not sparse and not low_rank:
             return None
