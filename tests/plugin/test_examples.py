@@ -2,6 +2,8 @@
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,11 @@ def test_the_committed_word_problems_are_what_the_script_writes():
     committed = (EXAMPLES / "word_problems.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in committed] == records
     assert len({record["instruction"] for record in records}) == len(records)
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.name)
+def test_a_script_says_how_it_is_called_and_writes_nothing(script, tmp_path):
+    asked = subprocess.run([sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.startswith("usage: ")
+    assert not list(tmp_path.iterdir())
