@@ -21,6 +21,8 @@ from . import checks
 from .calibration import ActivationNorms
 from .corpus import LOCAL_SUFFIXES, TRAINING_SET, training_windows
 from .new_adapter import is_new, max_positions, window_length, windows_of_text
+from .trained import kept_settings
+from .tuner import SupraConfig
 
 # Names with these endings are files, whatever else may be missing.
 _FILES = (*LOCAL_SUFFIXES, ".csv", ".arrow")
@@ -65,6 +67,35 @@ def look_at_data(cfg: Mapping[str, Any]) -> Said:
             )
         else:
             said.refusals.append(f"{where}: there is no file or folder {path}. Name one, or a dataset on the hub.")
+    return said
+
+
+def look_at_start(cfg: Any, asked: SupraConfig) -> Said:
+    """Say whether `lora_model_dir` holds an adapter, and with which settings of its own: training keeps those.
+
+    Args:
+        cfg: the YAML of super or supra, with its defaults.
+        asked: what it describes.
+    """
+    said = Said()
+    folder = cfg.get("lora_model_dir")
+    if not folder:
+        return said
+    if not os.path.exists(folder):
+        said.unchecked.append(
+            f"lora_model_dir: there is no folder {folder}; from the hub it would have to be downloaded"
+        )
+        return said
+    try:
+        differs = kept_settings(cfg, folder, asked)
+    except ValueError as error:
+        said.refusals.append(str(error))
+        return said
+    if differs:
+        said.unchecked.append(
+            f"lora_model_dir: the adapter in {folder} has its own settings and keeps them, and planned are the YAML's: "
+            f"{differs}"
+        )
     return said
 
 

@@ -256,7 +256,7 @@ def make(
     engine = engine_of(raw, gpus)
     cfg, refusals, refused = _checked(raw, engine.gpus)
     model, model_config = _meta_model(cfg)
-    from .data_checks import look_at_calibration, look_at_data, look_at_gradient
+    from .data_checks import look_at_calibration, look_at_data, look_at_gradient, look_at_start
     from .new_adapter import adapter_config, check_all_matched
     from .tuner.model import layer_budgets
 
@@ -268,7 +268,7 @@ def make(
         raise click.ClickException(str(error)) from error
     found = Plan(cfg, method, budget_rows(budgets), refusals)
     sparse = [name for name, budget in budgets.items() if budget.sparse_count]
-    said = [look_at_data(cfg)]
+    said = [look_at_data(cfg), look_at_start(cfg, method)]
     if not any(key.startswith("calibration_") for key in refused):
         said.append(look_at_calibration(cfg, model, model_config, sparse, texts_read))
     if method.gradient_batches and sparse:

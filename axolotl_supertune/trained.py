@@ -220,9 +220,17 @@ def _check_deepspeed_parts(
             )
 
 
+def kept_settings(cfg: Any, folder: str, asked: SupraConfig) -> str:
+    """Say in which settings the adapter in `folder` is another than `asked`, the YAML's; "" where in none.
+
+    Raises:
+        ValueError: `folder` holds no adapter of this method, or a damaged one; names it.
+    """
+    return _differences(_read_config(folder, "lora_model_dir", cfg.adapter), asked, "the YAML says")
+
+
 def load_trained(model: Any, cfg: Any, folder: str, asked: SupraConfig, trainable: bool) -> Any:
-    saved = _read_config(folder, "lora_model_dir", cfg.adapter)
-    differs = _differences(saved, asked, "the YAML says")
+    differs = kept_settings(cfg, folder, asked)
     if differs:
         LOG.warning("The adapter in %s has its own settings and keeps them: %s.", folder, differs)
     if Path(folder).resolve() != Path(cfg.output_dir).resolve():

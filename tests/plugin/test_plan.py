@@ -485,3 +485,22 @@ def test_a_calibration_on_the_training_set_is_planned(large):
     records = plan.make(large(LLAMA_70B, **none, calibration_dataset="training_set"))
     assert text.job.calibration.length == 2048
     assert records.job.calibration.length == 256  # sequence_len: no record is longer
+
+
+def test_an_adapter_to_start_from_is_looked_at(settings, train, run, tmp_path):
+    """Training refuses what is none, and keeps the settings of one that has others."""
+    start = settings(max_steps=1, eval_steps=None, adapter="super")
+    train(start)
+    other = {"adapter": "supra", "supra_lambda": 0.5, "output_dir": str(tmp_path / "other")}
+    planned = run(settings(**other, lora_model_dir=start["output_dir"]))
+    assert "lora_model_dir: the adapter in" in planned.output
+    assert "supra_lambda 0.0 (the YAML says 0.5)" in planned.output
+
+    (tmp_path / "empty").mkdir()
+    planned = run(settings(**other, lora_model_dir=str(tmp_path / "empty")))
+    assert planned.exit_code == 1
+    assert "Refused: lora_model_dir" in planned.output
+    assert "holds no adapter_config.json" in planned.output
+
+    planned = run(settings(**other, lora_model_dir=str(tmp_path / "gone")))
+    assert "Unchecked: lora_model_dir: there is no folder" in planned.output
