@@ -1,8 +1,8 @@
 """Two gloo processes on the CPU."""
 
+import gloo
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from tiny_llama import WORLD, enter
 
 
@@ -11,7 +11,7 @@ def run(tmp_path):
     """A function (body, *arguments) → what body(rank, folder, *arguments) returned in each process."""
 
     def run(body, *arguments):
-        multiprocessing.start_processes(enter, (body, tmp_path, arguments), WORLD, start_method="spawn")
+        gloo.start(enter, (tmp_path, body, arguments), WORLD)
         outcomes = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
         for outcome in outcomes:
             assert not isinstance(outcome, str), outcome

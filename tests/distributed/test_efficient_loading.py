@@ -2,10 +2,9 @@
 
 import os
 
+import gloo
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 WORLD = 2
 
@@ -45,19 +44,16 @@ def load(rank, folder, mask_score, efficient):
     return supports, (config.support, config.calibration), unloaded, {p.is_meta for p in adapted.parameters()}
 
 
-def _enter(rank, folder, mask_score, efficient):
+def _enter(rank, store, folder, mask_score, efficient):
     os.environ["AXOLOTL_NCCL_TIMEOUT"] = "60"
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     torch.save(load(rank, folder, mask_score, efficient), folder / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("mask_score", "efficient"), [("wanda", True), ("magnitude", True), ("wanda", False)], ids=str)
 def test_all_processes_have_the_supports_that_one_alone_chooses(tmp_path, mask_score, efficient):
     alone, about, _, _ = load(0, tmp_path / "alone", mask_score, None)
     assert all(torch.equal(support, support.unique()) and support.numel() for support in alone.values())
-    multiprocessing.start_processes(_enter, (tmp_path, mask_score, efficient), WORLD, start_method="spawn")
+    gloo.start(_enter, (tmp_path, mask_score, efficient), WORLD)
     for rank in range(WORLD):
         supports, found, unloaded, meta = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         assert supports.keys() == alone.keys()

@@ -3,24 +3,22 @@
 import os
 import traceback
 
+import gloo
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from axolotl_supertune.processes import OtherProcessFailed, Processes
 
 
-def _enter(rank, body, world, timeout, folder):
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+def _enter(rank, store, folder, body, timeout):
     try:
         outcome = ("result", body(Processes(timeout, "KNOB waits longer."), store))
     except Exception as error:
         outcome = (type(error).__name__, f"{error}\n{traceback.format_exc()}")
     torch.save(outcome, folder / f"{rank}.pt")
     store.set(f"done {rank}", "yes")
-    store.wait([f"done {other}" for other in range(world)])  # an early end would be noticed as a death
+    store.wait([f"done {other}" for other in range(dist.get_world_size())])  # an early end would be noticed as a death
 
 
 @pytest.fixture
@@ -28,9 +26,7 @@ def run(tmp_path):
     """A function (body, world) → what body(processes, store) returned in each process, or (error's name, message)."""
 
     def run(body, world=2, timeout=60.0):
-        context = multiprocessing.start_processes(
-            _enter, (body, world, timeout, tmp_path), world, join=False, start_method="spawn"
-        )
+        context = gloo.start(_enter, (tmp_path, body, timeout), world, join=False)
         while not context.join(timeout=120, grace_period=60):
             pass
         return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]

@@ -3,7 +3,6 @@
 import traceback
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 WORLD = 2
@@ -71,14 +70,11 @@ def dense_computed(layer, x, sparse, low_rank):
     return F.linear(x, weight, layer.base_layer.bias)
 
 
-def enter(rank, body, folder, arguments):
+def enter(rank, store, folder, body, arguments):
     """Be one of the processes: leave what body(rank, folder, *arguments) returns, or how it failed, in RANK.pt."""
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     torch.set_num_threads(1)
     try:
         outcome = body(rank, folder, *arguments)
     except Exception:
         outcome = traceback.format_exc()
     torch.save(outcome, folder / f"{rank}.pt")
-    dist.destroy_process_group()

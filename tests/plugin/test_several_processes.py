@@ -2,11 +2,14 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import uuid
 from importlib.metadata import version
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from axolotl.utils.dict import DictDefault
@@ -39,18 +42,21 @@ runpy.run_module("axolotl.cli.train", run_name="__main__", alter_sys=True)
 @pytest.fixture
 def launch(write, tmp_path):
     """A function (mapping, code to run first, environment) → (exit status, output) of `axolotl train` in two
-    processes."""
+    processes; `launcher` is torch's own, in processes of its making."""
 
-    def launch(mapping, more="", **changes):
+    def launch(mapping, more="", launcher=False, **changes):
         script = tmp_path / "train.py"
         script.write_text(TRAIN.format(more=more))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
         path = f"{PACKAGE}:{os.environ.get('PYTHONPATH', '')}"
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "AXOLOTL_NCCL_TIMEOUT": "100"}
-        environment.update(changes)
+        environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "AXOLOTL_NCCL_TIMEOUT": "100", **changes}
+        written = write(mapping, "several.yml")
+        if not launcher:
+            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+            return forked.run_script(script, [written], 2, environment, tmp_path / f"{uuid.uuid4()}.log")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
         ran = subprocess.run(
-            [*command, write(mapping, "several.yml")],
-            env=environment,
+            [*command, written],
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -59,6 +65,12 @@ def launch(write, tmp_path):
         return ran.returncode, ran.stdout
 
     return launch
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        return taken.getsockname()[1]
 
 
 @pytest.fixture
@@ -112,7 +124,7 @@ def assert_equal_runs(here, there):
 def test_two_processes_train_as_one_and_resume_each_other(even_settings, train, launch, base):
     one, two = even_settings(1, "one"), even_settings(2, "two")
     train(one)
-    status, output = launch(two)
+    status, output = launch(two, launcher=True)
     assert status == 0, output
     assert_equal_runs(one, two)
     norms = [ActivationNorms.load(Path(each["output_dir"]) / "activation_norms.safetensors") for each in (one, two)]
@@ -413,7 +425,7 @@ if os.environ["RANK"] == "1": new_adapter.calibrate = fail
 
 def test_one_process_that_fails_ends_all_with_its_error(settings, launch):
     mapping = settings(max_memory={"cpu": "8GiB"}, val_set_size=0, eval_steps=None)
-    status, output = launch(mapping, more=FAILS)
+    status, output = launch(mapping, more=FAILS, launcher=True)
     assert status != 0
     assert "MemoryError: no memory on this card" in output
     assert "process 1 of 2 failed while loading the adapter: MemoryError: no memory on this card" in output
