@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, writing
 from .inplace import room_for_factors
 from .kernels import Plan
 from .launch import aligned
@@ -46,9 +46,9 @@ class GatheredEntry:
         self.packed = room_for_factors(self.weight, self.L, self.R, dtype)
         self._saved: Tensor | None = None
         if indices is not None and self.values is not None:
-            self._support = kernels.SupportWrite(indices, self.weight.dtype, self.values.dtype)
+            self._support = writing.SupportWrite(indices, self.weight.dtype, self.values.dtype)
         if self.packed is not None and self.L is not None:
-            self._pack = kernels.PackPair(self.packed, self.L.shape[1], scaling, self.L.dtype)
+            self._pack = writing.PackPair(self.packed, self.L.shape[1], scaling, self.L.dtype)
 
     @functools.cached_property
     def plan(self) -> Plan | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, writing
 from .kernels import Plan
 
 
@@ -272,14 +272,14 @@ class _Tables:
             if entry.indices is not None and entry.values is not None and entry.saved is not None
         ]
         if writes:
-            self._write = kernels.write_table(writes)
+            self._write = writing.write_table(writes)
         packs = []
         for entry in entries:
             if entry.L is not None and entry.R is not None and entry.packed is not None:
                 packs.append((entry.L.detach().t(), entry.scaling, entry.packed[0]))
                 packs.append((entry.R.detach(), 1.0, entry.packed[1]))
         if packs:
-            self._pack = kernels.pack_table(packs)
+            self._pack = writing.pack_table(packs)
 
     @staticmethod
     def _now(entries: list[Any]) -> list[int]:
@@ -313,7 +313,7 @@ class _Tables:
     def restore(self) -> None:
         """Put the bits of all weights back."""
         if self._write is not None:
-            kernels.restore_supports(self._write)
+            writing.restore_supports(self._write)
         for ref in self._entries:
             entry = ref()
             if entry is not None:
@@ -322,9 +322,9 @@ class _Tables:
     def run(self, *, fresh: bool = False) -> None:
         """Write and copy anew."""
         if self._write is not None:
-            kernels.write_supports(self._write)
+            writing.write_supports(self._write)
         if self._pack is not None:
-            kernels.pack_factors(self._pack)
+            writing.pack_factors(self._pack)
         for ref in self._entries:
             entry = ref()
             if entry is not None:
