@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import kernels, writing
 from .kernels import Plan
@@ -220,6 +220,13 @@ class Sweep:
         for entry in self._entries.values():
             if entry.written:
                 entry.restore()
+
+    @staticmethod
+    def restore_others(weight: Tensor) -> None:
+        """Put the bits of a weight back that is also another model's, whose adapter is written into it."""
+        owner = _owners.get(weight.data_ptr()) if type(weight) in (nn.Parameter, Tensor) else None
+        if owner is not None and owner.written:
+            owner.restore()
 
     def forget(self) -> None:
         """Write no layer for another from now on, until all have been used again: one may have left."""

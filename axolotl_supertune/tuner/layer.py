@@ -68,7 +68,7 @@ class SupraLayer(BaseTunerLayer):
         init_weights: bool = True,
         inference_mode: bool = False,
     ) -> None:
-        """Add one adapter.
+        """Add one adapter, in the place of one that has its name.
 
         Args:
             budget: of this layer.
@@ -80,6 +80,11 @@ class SupraLayer(BaseTunerLayer):
             inference_mode: the adapter is not to be trained.
         """
         count, rank = budget.sparse_count, budget.rank
+        if adapter_name in self.supra_budget:
+            self.forget()
+            for store in (*self.adapter_layer_names, *self.other_param_names):
+                if adapter_name in getattr(self, store):
+                    del getattr(self, store)[adapter_name]
         self.supra_budget[adapter_name] = budget
         self.supra_shape[adapter_name] = torch.tensor([self.out_features, self.in_features], dtype=torch.int32)
         if awaits_checkpoint or (count and (awaits_gradient or support is None)):
@@ -230,8 +235,10 @@ class SupraLayer(BaseTunerLayer):
         return [name for name in names if name in self._available() and name not in self.merged_adapters]
 
     def base_weight(self) -> Tensor:
-        """The weight (c, b) without any adapter, merged or not."""
-        return self.get_base_layer().weight.data if self._weight_before_merge is None else self._weight_before_merge
+        """The weight (c, b) without any adapter, merged or not, on the device and in the dtype of the layer's own."""
+        weight: Tensor = self.get_base_layer().weight.data
+        before = self._weight_before_merge
+        return weight if before is None else before.to(device=weight.device, dtype=weight.dtype)
 
     def weight_with(self, adapter_names: list[str]) -> Tensor:
         """Ŵ of these adapters together, (c, b), rounded once to the dtype of the base weight."""
@@ -273,9 +280,17 @@ class SupraLayer(BaseTunerLayer):
 
         Raises:
             ValueError: it brings a part of one, one made for a layer of another shape or with another budget, or a
-                support that is not a strictly increasing set of indices inside the layer.
+                support that is not a strictly increasing set of indices inside the layer; it brings a weight or an
+                adapter that is merged here.
         """
         arriving = []
+        # What is merged would stay what it was, and unmerging would put the weight back that was there before.
+        merged = [f"supra_shape.{name}" for name in self.merged_adapters]
+        if self.merged_adapters and any(prefix + key in state_dict for key in ("base_layer.weight", *merged)):
+            raise ValueError(
+                f"{self.supra_layer}: adapter {', '.join(self.merged_adapters)} is merged here: call unmerge_adapter() "
+                "before its tensors or the layer's weight are loaded."
+            )
         for adapter in self.supra_shape:
             names = self.tensor_names(adapter)
             lost = [name for name in names if prefix + name not in state_dict]

@@ -277,6 +277,8 @@ class SupraLinear(nn.Module, SupraLayer):
         for entry in self._entries.values():
             if entry.written:
                 entry.restore()
+        if self.sweep is not None:
+            self.sweep.restore_others(self.base_layer.weight)
 
     def forget(self) -> None:
         self.restore()

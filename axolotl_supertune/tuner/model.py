@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import (
     _maybe_include_all_linear_layers,
     check_target_module_exists,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from .. import quantized
 from ..budget import BudgetRow, LayerBudget, budget_rows
@@ -39,7 +39,8 @@ class SupraModel(BaseTuner):
         adapter_name: the adapter's name.
 
     Raises:
-        TypeError: a target module is neither a plain `nn.Linear` nor a `Linear4bit` or `Linear8bitLt` of bitsandbytes.
+        TypeError: a target module is neither a plain `nn.Linear` nor a `Linear4bit` or `Linear8bitLt` of bitsandbytes,
+            or the model carries adapters of another method.
         ValueError: no layer matched, a budget above a layer's size, missing or foreign activation norms, NaN weights.
 
     Example:
@@ -51,6 +52,16 @@ class SupraModel(BaseTuner):
     prefix: str = "supra_"
     tuner_layer_cls = SupraLayer
     target_module_mapping: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Before PEFT puts this config in the place of the other method's, which share the model's `peft_config`.
+        for name, module in model.named_modules():
+            if isinstance(module, BaseTunerLayer) and not isinstance(module, SupraLayer):
+                raise TypeError(
+                    f"{name}: already adapted by {type(module).__name__}; SUPRA shares a model with no other method: a "
+                    "save would hold one of the two. Call merge_and_unload() or unload() of the other first."
+                )
+        super().__init__(model, *args, **kwargs)
 
     def _prepare_model(self, peft_config: SupraConfig, model: nn.Module) -> None:
         """Choose every support before the first layer is replaced: no error leaves a half-adapted model."""
@@ -93,10 +104,17 @@ class SupraModel(BaseTuner):
                 f"adapter name {name!r}: it becomes an attribute of torch's containers, so it has no dot and is none "
                 "that these have (values, keys, items, training, …): choose another."
             )
+        before = {
+            id(module): module.supra_budget.get(name) for module in model.modules() if isinstance(module, SupraLayer)
+        }
         # As PEFT 0.21 does: with 0.20 an adapter that is loaded for inference would freeze those that are there.
-        adapted = any(isinstance(module, SupraLayer) for module in model.modules())
-        trained = [(each, each.requires_grad) for each in model.parameters()] if adapted else []
+        trained = [(each, each.requires_grad) for each in model.parameters()] if before else []
         super().inject_adapter(model, *args, **kwargs)
+        for module in list(model.modules()):
+            # Of an adapter that had the name, where the new one has nothing.
+            old = before.get(id(module))
+            if isinstance(module, SupraLayer) and old is not None and module.supra_budget.get(name) is old:
+                module.delete_adapter(name)
         for parameter, is_trained in trained:
             parameter.requires_grad_(is_trained)
         share_work(model)
@@ -392,17 +410,24 @@ def _matching_layers(model: nn.Module, config: SupraConfig) -> dict[str, nn.Line
 
 
 def _check_unshared(model: nn.Module, layers: dict[str, nn.Linear]) -> None:
-    """Refuse a weight that another module uses too: adapted here and plain there, it could not be merged."""
-    names: dict[int, list[str]] = {}
+    """Refuse a weight that another module uses too, itself or its memory: adapted here and plain there, it could not be
+    merged."""
+    names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name.removesuffix(".weight").removesuffix(".base_layer"))
+        names.setdefault(_memory(parameter), []).append(name.removesuffix(".weight").removesuffix(".base_layer"))
     for name, layer in layers.items():
-        shared = [other for other in names.get(id(layer.weight), []) if other != name]
+        shared = [other for other in names.get(_memory(layer.weight), []) if other != name]
         if shared:
             raise ValueError(
                 f"{name}: its weight is also that of {shared[0]} (tied or shared), and adapting one would change the "
                 "other at a merge; leave it out of the target modules."
             )
+
+
+def _memory(parameter: Tensor) -> Any:
+    """Equal for two parameters that lie at one place; those that lie nowhere yet are equal to none but themselves."""
+    plain = type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel()
+    return (parameter.device, parameter.data_ptr()) if plain else id(parameter)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -191,8 +191,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     layers = [module._modules.get(name) for name in _MLP]
     if not all(isinstance(layer, SupraLinear) for layer in layers) or "forward" in vars(module):
         return False
-    act: Any = getattr(module, "act_fn", None)
-    if not (isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation" or act is nn.functional.silu):
+    if not _is_silu(module):
         return False
     try:
         source = inspect.getsource(type(module).forward)
@@ -201,12 +200,18 @@ def is_gated_mlp(module: nn.Module) -> bool:
     return "".join(source.split()) in _MLP_SOURCES
 
 
+def _is_silu(module: nn.Module) -> bool:
+    act: Any = getattr(module, "act_fn", None)
+    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation" or act is nn.functional.silu
+
+
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return type(self).forward(self, x)  # the compiler fuses what lies between the three layers
     modules = self._modules
     gate, up, down = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
-    one = gate.known_mlps.get(self.training) if isinstance(gate, SupraLinear) else None
+    # What is fused is SiLU: another activation may have been put in since.
+    one = gate.known_mlps.get(self.training) if isinstance(gate, SupraLinear) and _is_silu(self) else None
     mlp = one.found if one is not None and one.holds(x) else _fitting_mlp(self, [gate, up, down], x)
     if mlp is None or _hooked(gate) or _hooked(up) or _hooked(down):
         return type(self).forward(self, x)
@@ -218,7 +223,7 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
 def _fitting_mlp(parent: Any, members: list[Any], x: Tensor) -> "GatedMLP | None":
     if not all(isinstance(member, SupraLinear) for member in members):
         return None
-    if any(_hooked(member) for member in members):
+    if any(_hooked(member) for member in members) or not _is_silu(parent):
         return None
     layers = [member.known_layer(x) for member in members]  # the inner activation is as x is, but for its width
     if None in layers:

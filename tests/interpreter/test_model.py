@@ -949,3 +949,42 @@ def test_the_compilers_operator_is_described_rightly(view, supra_lambda):
     backward = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in backward)
     operator = torch.ops.axolotl_supertune.adapted_linear_backward.default
     torch.library.opcheck(operator, backward, test_utils=checks[:2])
+
+
+# Weights and modules that are not this model's alone
+
+
+@pytest.mark.parametrize("read", ["disabled", "merged", "on the reference", "saved"])
+def test_a_weight_of_two_models_is_the_bases_to_each(make, ids, plain, tiny_llama, read):
+    """DPO's reference model may share its weights with the one that is trained."""
+    shared = tiny_llama(**TINY)
+    one = adapt(shared, supra_lambda=0)
+    twin = tiny_llama(**TINY)
+    for name, module in plain.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            twin.get_submodule(name).weight = layers(one)[name].base_layer.weight
+    two = adapt(twin, seed=2, supra_lambda=0, sparse_direction="top")
+    alone = make(supra_lambda=0), adapt(tiny_llama(**TINY), seed=2, supra_lambda=0, sparse_direction="top")
+    for model, expected in [*zip((one, two), alone, strict=True)] * 2:
+        assert_near(logits(model, ids), logits(expected, ids))
+    logits(one, ids)
+    assert_written(one, plain)
+    if read == "disabled":
+        with two.disable_adapter():
+            assert torch.equal(logits(two, ids), logits(plain, ids))
+    elif read == "merged":
+        assert_near(logits(copy.deepcopy(two).merge_and_unload(), ids), logits(alone[1], ids))
+    elif read == "on the reference":
+        assert_near(logits(two, ids, by="reference"), logits(alone[1], ids))
+    else:
+        for name, layer in layers(two).items():
+            assert torch.equal(layer.state_dict()["base_layer.weight"], plain.get_submodule(name).weight)
+    assert_near(logits(one, ids), logits(alone[0], ids))
+
+
+def test_an_activation_that_is_put_in_later_is_computed(make, ids):
+    model, expected = make(), make()
+    logits(model, ids)
+    for each in (model, expected):
+        mlp(each).act_fn = nn.GELU()
+    assert_close(step(model, ids), step(expected, ids, by="reference"))

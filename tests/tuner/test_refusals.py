@@ -70,6 +70,10 @@ def test_tied_and_shared_weights_are_refused(tiny_llama):
     shared["b"] = shared["a"]
     with pytest.raises(ValueError, match=r"a: its weight is also that of b"):
         get_peft_model(shared, magnitude("a", "b"))
+    at_one_place = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    at_one_place["b"].weight.data = at_one_place["a"].weight.data
+    with pytest.raises(ValueError, match=r"a: its weight is also that of b"):
+        get_peft_model(at_one_place, magnitude("a"))
     get_peft_model(tied, magnitude("q_proj"))
 
 
@@ -190,3 +194,18 @@ def test_unmerge_after_a_cast_gives_a_layer_that_runs(tiny_llama, ids):
     model.to(torch.bfloat16)
     model.unmerge_adapter()
     assert model(ids).logits.dtype == torch.bfloat16
+
+
+def test_a_merge_beside_one_from_before_a_cast_is_in_the_new_dtype(tiny_llama, ids):
+    knobs = {"mask_score": "magnitude", "init_weights": False}
+    configs = [SupraConfig(**knobs, sparse_direction=each) for each in ("top", "random")]
+    model = get_peft_model(tiny_llama(), configs[0])
+    model.add_adapter("other", configs[1])
+    model.merge_adapter(["default"])
+    model.to(torch.bfloat16)
+    model.merge_adapter(["other"])
+    merged = model(ids).logits
+    model.unmerge_adapter()
+    model.merge_adapter(["default", "other"])
+    assert torch.equal(model(ids).logits, merged)
+    assert merged.dtype == torch.bfloat16

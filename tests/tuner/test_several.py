@@ -616,3 +616,62 @@ def test_a_second_adapter_that_matches_no_layer_is_refused(hot):
     with pytest.raises(ValueError, match=r"no layer matched: target_modules=\{'base_layer'\}"):
         hot.add_adapter("nothing", config(target_modules=["base_layer"]))
     assert set(hot.peft_config) == {"default", "other"}
+
+
+# A name again
+
+AGAIN = {
+    "low-rank for sparse": (dict(supra_lambda=0), dict(supra_lambda=1)),
+    "sparse for both": (dict(supra_lambda=0.5), dict(supra_lambda=0)),
+    "other layers": (dict(target_modules=["q_proj", "v_proj"]), dict(target_modules=["v_proj", "up_proj"])),
+}
+
+
+@pytest.mark.parametrize("again", ["add_adapter", "get_peft_model"])
+@pytest.mark.parametrize("change", AGAIN)
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model")
+def test_an_adapter_that_takes_a_name_leaves_nothing_of_the_one_that_had_it(tiny_llama, ids, tmp_path, change, again):
+    before, after = AGAIN[change]
+    model = with_adapters(tiny_llama(), default=config(**before))
+    logits(model, ids)
+    plain = tiny_llama()
+    torch.manual_seed(2)
+    if again == "add_adapter":
+        model.add_adapter("default", config(**after))
+    else:
+        model = get_peft_model(model.get_base_model(), config(**after))
+    torch.manual_seed(2)
+    fresh = get_peft_model(plain, config(**after)).eval()
+    assert_same(
+        {name: tensor for name, tensor in bits(model.eval()).items() if ".supra_" in name},
+        {name: tensor for name, tensor in bits(fresh).items() if ".supra_" in name},
+    )
+    assert torch.equal(logits(model, ids), logits(fresh, ids))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_llama(), tmp_path).eval(), ids), logits(fresh, ids))
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["v_proj"]], ids=["other layers", "the same"])
+def test_a_model_of_another_method_is_refused_and_keeps_its_config(tiny_llama, targets):
+    model = get_peft_model(tiny_llama(), LoraConfig(target_modules=["v_proj"]))
+    own = model.peft_config["default"]
+    for carrier in (model, model.get_base_model()):
+        with pytest.raises(TypeError, match=r"layers\.0\.self_attn\.v_proj: already adapted by Linear; .*unload\(\)"):
+            get_peft_model(carrier, config(target_modules=targets))
+    assert model.peft_config["default"] is own
+    get_peft_model(model.unload(), config(target_modules=targets))
+
+
+@pytest.mark.parametrize("what", ["weight", "adapter"])
+def test_nothing_is_loaded_over_what_is_merged(hot, tiny_llama, ids, what):
+    hot.merge_adapter()
+    before = bits(hot)
+    with torch.no_grad():
+        new = {name: tensor * 2 if tensor.is_floating_point() else tensor for name, tensor in hot.state_dict().items()}
+    marks = {"weight": ".base_layer.weight", "adapter": ".supra_"}
+    loaded = {name: tensor for name, tensor in new.items() if marks[what] in name}
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: .*merged here: call unmerge_adapter\(\)"):
+        hot.load_state_dict(loaded, strict=False)
+    assert_same(bits(hot), before)
+    hot.unmerge_adapter()
+    hot.load_state_dict(loaded, strict=False)
