@@ -59,15 +59,17 @@ def weight_digests(folder: Path) -> dict[str, str] | None:
     return found
 
 
+def same_weights(first: tuple[str, str | None], second: tuple[str, str | None]) -> bool | None:
+    """Whether two bases (name, revision) hold the same weights, None where the files of one are not here."""
+    found = _digests(first, second)
+    return None if isinstance(found, str) else found[0] == found[1]
+
+
 def compared(first: tuple[str, str | None], second: tuple[str, str | None]) -> str:
     """In words, whether two bases (name, revision) hold the same weights, as far as their files are here."""
-    digests = []
-    for name, revision in (first, second):
-        folder = base_folder(name, revision)
-        found = None if folder is None else weight_digests(folder)
-        if found is None:
-            return f"whether they are the same weights was not checked: those of {name} are not here"
-        digests.append(found)
+    digests = _digests(first, second)
+    if isinstance(digests, str):
+        return f"whether they are the same weights was not checked: those of {digests} are not here"
     one, other = digests
     every = sorted({*one, *other})
     differing = [name for name in every if one.get(name) != other.get(name)]
@@ -75,3 +77,15 @@ def compared(first: tuple[str, str | None], second: tuple[str, str | None]) -> s
         return f"the same weights ({len(every)} tensors, {_ROWS} rows of each compared)"
     listed = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
     return f"other weights: {len(differing)} of {len(every)} tensors differ ({listed})"
+
+
+def _digests(*bases: tuple[str, str | None]) -> list[dict[str, str]] | str:
+    """`weight_digests` of each base, or the name of one whose files are not here."""
+    digests = []
+    for name, revision in bases:
+        folder = base_folder(name, revision)
+        found = None if folder is None else weight_digests(folder)
+        if found is None:
+            return name
+        digests.append(found)
+    return digests

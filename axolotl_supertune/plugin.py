@@ -167,7 +167,10 @@ class SupertunePlugin(BasePlugin):
         with processes.together("loading the adapter"):
             model = self._load_adapter(model, cfg, inference)
             check_same_everywhere(model, processes)
-        return model, model.peft_config["default"]
+        # Axolotl writes the config into output_dir before training begins: beside the weights of an earlier run, which
+        # are replaced when this one ends, they would be computed with its α until then.
+        keeps = holds_adapter(Path(cfg.output_dir))
+        return model, None if keeps else model.peft_config["default"]
 
     def _load_adapter(self, model: Any, cfg: Any, inference: bool) -> Any:
         frozen = inference or self._inference or bool(cfg.merge_lora)

@@ -16,6 +16,7 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
 from torch import Tensor
 
+from .bases import same_weights
 from .processes import Processes, digest_of
 from .sharded import is_whole, shape_of, whole
 from .tuner import SupraConfig, SupraLayer
@@ -81,10 +82,10 @@ def check_not_the_start(cfg: Any, output_dir: Path) -> None:
 
 
 def _read_config(folder: str, key: str, adapter: str) -> SupraConfig:
-    if os.path.exists(folder) and not (Path(folder) / "adapter_config.json").is_file():
-        raise ValueError(f"{key}: {folder} holds no adapter_config.json, so it is no adapter.")
     if os.path.exists(folder) and not holds_adapter(Path(folder)):
         raise ValueError(f"{key}: {folder} holds no trained adapter. {what_to_name(Path(folder))}")
+    if os.path.exists(folder) and not (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(f"{key}: {folder} holds no adapter_config.json, so it is no adapter.")
     try:
         saved = PeftConfig.from_pretrained(folder)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -135,6 +136,9 @@ def check_resume(
     _check_sparse_lr(cfg, folder)
     saved = _read_config(checkpoint, "resume_from_checkpoint", cfg.adapter)
     differs = _differences(saved, asked, "the YAML says", (*RUN_FIELDS, "base_quantization"))
+    if not differs:
+        _check_base(cfg, checkpoint, saved)
+        differs = _calibrated_otherwise(cfg, saved, asked)
     if not differs and cfg.lora_model_dir:
         start = _read_config(cfg.lora_model_dir, "lora_model_dir", cfg.adapter)
         differs = _differences(saved, start, f"lora_model_dir {cfg.lora_model_dir} has")
@@ -145,9 +149,45 @@ def check_resume(
         )
 
 
+def _check_base(cfg: Any, checkpoint: str, saved: SupraConfig) -> None:
+    """The supports, and all that was trained, are of the weights of one base; another name may be that of a copy."""
+    had, has = saved.base_model_name_or_path, cfg.base_model
+    if not had or had == has or os.path.realpath(had) == os.path.realpath(has):
+        return
+    same = same_weights((had, saved.revision), (has, cfg.revision_of_model))
+    if same is None:
+        LOG.warning(
+            "base_model: %s, but the checkpoint %s was trained on %s; whether they are the same weights could not be "
+            "checked, as not all of their files are here.",
+            has,
+            checkpoint,
+            had,
+        )
+    elif not same:
+        raise ValueError(
+            f"base_model: {has} has other weights than {had}, which the checkpoint {checkpoint} was trained on. Set it "
+            f"back to resume, or use another output_dir to start anew."
+        )
+
+
+def _calibrated_otherwise(cfg: Any, saved: SupraConfig, asked: SupraConfig) -> str:
+    """In which keys the support was calibrated otherwise than the YAML says."""
+    made = saved.calibration or {}
+    if cfg.calibration_path or not (asked.needs_norms and asked.has_sparse_part):
+        return ""
+    found = []
+    for name in ("dataset", "split", "text_field", "seed", "samples", "sequence_len"):
+        key = f"calibration_{name}"
+        # A window is no longer than the model takes, whatever the YAML says.
+        shortened = name == "sequence_len" and name in made and made[name] < cfg[key]
+        if name in made and cfg[key] is not None and made[name] != cfg[key] and not shortened:
+            found.append(f"{key} {made[name]} (the YAML says {cfg[key]})")
+    return ", ".join(found)
+
+
 def _check_optimizer(zero: Mapping[str, Any] | None, folder: Path, processes: int) -> None:
-    """The Trainer itself goes on without the optimizer's state where it finds none, and DeepSpeed says little of what
-    it cannot load."""
+    """The Trainer itself goes on without the optimizer's and the scheduler's state where it finds one of them missing,
+    at the first step's learning rate, and DeepSpeed says little of what it cannot load."""
     ranks = {int(path.name.split("_")[3]): path for path in folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt")}
     if zero and not ranks:
         raise ValueError(
@@ -160,6 +200,11 @@ def _check_optimizer(zero: Mapping[str, Any] | None, folder: Path, processes: in
             f"resume_from_checkpoint: the optimizer state in {folder} is DeepSpeed's. Set deepspeed as in that run "
             f"and start {len(ranks)} processes to resume it, or {anew}."
         )
+    if not zero and not (list(folder.glob("optimizer*")) and (folder / "scheduler.pt").is_file()):
+        raise ValueError(
+            f"resume_from_checkpoint: {folder} has no state of the optimizer and of its schedule, which "
+            f"save_only_model: true leaves out; going on would begin the schedule anew. To do that, {anew}."
+        )
     if ranks and zero:
         _check_deepspeed_parts(zero, folder, ranks, processes, anew)
 
@@ -171,11 +216,12 @@ def _check_sparse_lr(cfg: Any, folder: Path) -> None:
     if line is None:
         return
     had = re.search(r", (\S+) of the single weights", line.group())
-    if bool(had) != (cfg.sparse_lr is not None):
+    # The rates in an optimizer's state replace those of the YAML.
+    if (float(had.group(1)) if had else None) != (None if cfg.sparse_lr is None else float(cfg.sparse_lr)):
         raise ValueError(
             f"sparse_lr: {cfg.sparse_lr}, but the checkpoint {folder} was trained with "
-            f"{had.group(1) if had else 'none'}: its optimizer state is of other groups of parameters. Set it back to "
-            f"resume, or start anew from its adapter: lora_model_dir: {folder}."
+            f"{had.group(1) if had else 'none'}: its optimizer state has the groups of parameters, and their rates, of "
+            f"that. Set it back to resume, or start anew from its adapter: lora_model_dir: {folder}."
         )
 
 

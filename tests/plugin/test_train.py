@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -134,6 +135,79 @@ def test_a_resumed_run_must_keep_its_method(settings, train):
     ]:
         with pytest.raises(ValueError, match=f"resume_from_checkpoint.*{message}"):
             train({**mapping, **changes, "resume_from_checkpoint": checkpoint})
+
+
+@pytest.fixture
+def other_base(base, tmp_path):
+    """A base of the same shapes, names and tokenizer, with other weights."""
+    folder = tmp_path / "other-base"
+    shutil.copytree(base, folder)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_resumed_run_must_keep_its_base_calibration_and_rates(settings, train, base, other_base, problems, tmp_path):
+    mapping = settings(sparse_lr=1e-2, save_steps=4)
+    train(mapping)
+    resumed = {**mapping, "resume_from_checkpoint": str(Path(mapping["output_dir"]) / "checkpoint-4")}
+    text = tmp_path / "other.txt"
+    shutil.copy(problems[1], text)
+    for changes, message in [
+        ({"base_model": str(other_base)}, f"base_model: {other_base} has other weights than {base}"),
+        ({"calibration_dataset": str(text)}, rf"calibration_dataset {problems[1]} \(the YAML says {text}\)"),
+        ({"calibration_samples": 3}, r"calibration_samples 4 \(the YAML says 3\)"),
+        ({"calibration_seed": 5}, r"calibration_seed 0 \(the YAML says 5\)"),
+        ({"calibration_sequence_len": 32}, r"calibration_sequence_len 64 \(the YAML says 32\)"),
+        ({"sparse_lr": 1e-3}, r"sparse_lr: 0\.001, but the checkpoint .* was trained with 0\.01"),
+        ({"sparse_lr": None}, r"sparse_lr: None, but the checkpoint .* was trained with 0\.01"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            train({**resumed, **changes})
+    copy = tmp_path / "copy"
+    shutil.copytree(base, copy)
+    train({**resumed, "base_model": str(copy), "sparse_lr": "1e-2"})
+
+
+@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_the_optimizers_state_is_not_resumed(settings, train, lost):
+    """The Trainer would go on, and begin the schedule of the learning rate anew."""
+    mapping = settings(max_steps=4)
+    train(mapping)
+    checkpoint = Path(mapping["output_dir"]) / "checkpoint-4"
+    (checkpoint / lost).unlink()
+    with pytest.raises(ValueError, match=f"{checkpoint} has no state of the optimizer .*lora_model_dir: {checkpoint}"):
+        train({**mapping, "max_steps": 8, "resume_from_checkpoint": str(checkpoint)})
+    train({**mapping, "max_steps": 1, "lora_model_dir": str(checkpoint)})
+
+
+def test_until_a_run_ends_the_finished_adapter_of_one_before_stays_what_it_was(settings, train, base, monkeypatch):
+    """Axolotl writes the new one's config before training begins: it would be computed with another α."""
+    mapping = settings(max_steps=2)
+    train(mapping)
+
+    def loaded():
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), mapping["output_dir"])
+
+    before = logits(loaded())
+    config = Path(mapping["output_dir"], "adapter_config.json").read_bytes()
+    again = {**mapping, "lora_alpha": 64, "sparse_direction": "top"}
+    with monkeypatch.context() as patch:
+        original = SupertunePlugin.add_callbacks_post_trainer
+        patch.setattr(
+            SupertunePlugin,
+            "add_callbacks_post_trainer",
+            lambda self, cfg, trainer: [*original(self, cfg, trainer), StopAt(1)],
+        )
+        with pytest.raises(KeyboardInterrupt):
+            train(again)
+    assert Path(mapping["output_dir"], "adapter_config.json").read_bytes() == config
+    assert torch.equal(logits(loaded()), before)
+    train(again)
+    assert loaded().peft_config["default"].lora_alpha == 64
 
 
 @pytest.mark.parametrize(
