@@ -35,7 +35,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether the Trainer had written all of it."""
+    """Whether the Trainer had written all of it, the states among it without which it would begin the schedule anew."""
+    if not all((checkpoint / name).is_file() for name in ("optimizer.pt", "scheduler.pt")):
+        return False  # save_only_model leaves them out
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))  # the Trainer writes it last
     except (OSError, ValueError):

@@ -146,6 +146,20 @@ def test_a_sweep_that_is_killed_loses_nothing_and_repeats_nothing(stage, write_g
     assert {run.status for run in read_runs(RUNS)} == {"done"}
 
 
+@pytest.mark.parametrize("states", [[], ["optimizer.pt"], ["scheduler.pt"]])
+def test_a_stopped_run_without_its_optimizers_state_starts_anew(stage, write_grid, states):
+    """As save_only_model has it; the Trainer would go on, and begin the schedule of the learning rate anew."""
+    stage.plan |= {"behaviour": {"lora 0.0001 0": "stop the sweep"}, "states": states}
+    grid = write_grid(score={"runs": "none"})
+    with pytest.raises(Signalled, match="SIGTERM"):
+        stage.sweep(grid)
+    stage.calls()
+    stage.plan["behaviour"] = {}
+    assert stage.sweep(grid)
+    first = stage.calls()[0]
+    assert (first["run"], first["checkpoints"]) == ("lora 0.0001 0", [])
+
+
 def test_a_stopped_run_with_another_yaml_starts_anew(stage, write_grid):
     stage.plan["behaviour"] = {"lora 0.0001 0": "stop the sweep"}
     before = signal.getsignal(signal.SIGTERM)

@@ -35,6 +35,8 @@ adapter.mkdir(parents=True, exist_ok=True)
 if behaviour in ("block", "stop the sweep"):
     for step in (2, 4):
         (adapter / f"checkpoint-{step}").mkdir(exist_ok=True)
+        for state in plan.get("states", ("optimizer.pt", "scheduler.pt")):
+            (adapter / f"checkpoint-{step}" / state).touch()
         # The later one was being written.
         (adapter / f"checkpoint-{step}" / "trainer_state.json").write_text(
             '{"global_step": 2}' if step == 2 else '{"glo'
