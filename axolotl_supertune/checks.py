@@ -5,6 +5,7 @@ Works on the raw YAML mapping, before Axolotl's own validation, and is idempoten
 
 import difflib
 import inspect
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -56,7 +57,11 @@ _ALIASES = {
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "lambda": "supra_lambda",
+    "lambd": "supra_lambda",
+    "lam": "supra_lambda",
     "density": "sparse_density",
+    "sparsity": "sparse_density",
+    "mask": "mask_score",
     "beta": "hybrid_beta",
     "score": "mask_score",
     "direction": "sparse_direction",
@@ -396,12 +401,15 @@ def _check_files(cfg: Config) -> None:
 
 def _add_sparse_lr(cfg: Config) -> None:
     rate = _number(cfg, "sparse_lr")
-    if rate is None or not rate > 0:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
         raise ValueError(f"sparse_lr: {cfg['sparse_lr']} is not a positive number.")
+    groups = cfg.get("lr_groups") or []
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError(f"lr_groups: {groups} is not a list of groups, each with name, modules and lr.")
     if not has_sparse_part(cfg):
         raise ValueError(f"sparse_lr: {cfg['sparse_lr']} has no effect with supra_lambda: 1, which is LoRA; drop it.")
     ours = {"name": SPARSE_LR_GROUP, "modules": [SPARSE_LR_GROUP], "lr": rate}
-    others = [group for group in cfg.get("lr_groups") or [] if group != ours]
+    others = [group for group in groups if group != ours]
     if any(group.get("name") == SPARSE_LR_GROUP for group in others):
         raise ValueError(f"lr_groups: the name {SPARSE_LR_GROUP} is what sparse_lr makes; use one of the two.")
     cfg["lr_groups"] = [ours, *others]  # the first group that matches a parameter has it

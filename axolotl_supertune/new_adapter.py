@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -54,8 +55,38 @@ def _targets(model: Any, cfg: Any) -> dict[str, Any]:
     }
 
 
-def check_all_matched(cfg: Any, layers: Iterable[str]) -> None:
-    """Refuse a misspelt name in a list of target modules: the others would train without it."""
+def check_all_matched(cfg: Any, model: Any, layers: Iterable[str]) -> None:
+    """Refuse what matches nothing: a list's other names would be trained, left alone or saved without it.
+
+    Args:
+        cfg: the YAML.
+        model: the base model, maybe on the meta device.
+        layers: the names of those that are adapted.
+
+    Raises:
+        ValueError: names the key and the value.
+    """
+    modules = [name for name, _ in model.named_modules() if name]
+
+    def idle_in(key: str, matches: Callable[[str, str], Any]) -> list[tuple[str, str]]:
+        asked = [cfg[key]] if isinstance(cfg[key], str) else cfg[key] or []
+        return [(key, name) for name in asked if not any(matches(name, module) for module in modules)]
+
+    # As PEFT matches them: a regex, the last names, and the end of a name.
+    pattern = isinstance(cfg.lora_exclude_modules, str)
+    excludes = re.fullmatch if pattern else lambda name, module: f".{module}".endswith(f".{name}")
+    idle = idle_in("lora_exclude_modules", excludes)
+    idle += idle_in("lora_modules_to_save", lambda name, module: module.endswith(name))
+    if idle:
+        kinds = sorted({module.rpartition(".")[2] for module in modules if not module.rpartition(".")[2].isdigit()})
+        raise ValueError(f"{idle[0][0]}: {idle[0][1]} matches no module of the model, which has {', '.join(kinds)}.")
+    blocks = cfg.peft_layers_to_transform
+    for block in [blocks] if isinstance(blocks, int) else blocks or []:
+        if not any(str(block) in layer.split(".") for layer in layers):
+            raise ValueError(
+                f"peft_layers_to_transform: {block} is the number of no block with a layer that is adapted; they are "
+                "numbered from 0."
+            )
     asked = cfg.lora_target_modules if isinstance(cfg.lora_target_modules, list) else []
     idle = [name for name in asked if not any(layer == name or layer.endswith(f".{name}") for layer in layers)]
     if idle:
@@ -71,11 +102,11 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
             this process calls it and no other one does.
 
     Raises:
-        ValueError: a name in lora_target_modules matches no layer, or there is no such adapter of this model.
+        ValueError: a name or number in the YAML matches nothing, or there is no such adapter of this model.
     """
     config = adapter_config(model, cfg)
     budgets = layer_budgets(model, config)
-    check_all_matched(cfg, budgets)
+    check_all_matched(cfg, model, budgets)
     # Then process 0 alone holds weights to choose from, and FSDP sends them to the others when it shards.
     alone = bool(cfg.fsdp_config and cfg.fsdp_config.cpu_ram_efficient_loading)
     if alone and not processes.is_first:

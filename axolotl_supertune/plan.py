@@ -263,7 +263,7 @@ def make(
     try:
         method = adapter_config(model, cfg)
         budgets = layer_budgets(model, method)
-        check_all_matched(cfg, budgets)
+        check_all_matched(cfg, model, budgets)
     except (ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from error
     found = Plan(cfg, method, budget_rows(budgets), refusals)

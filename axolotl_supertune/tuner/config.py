@@ -224,6 +224,8 @@ class SupraConfig(PeftConfig):
             raise ValueError(f"lora_dropout={self.lora_dropout!r} is not in [0, 1).")
         if not (isinstance(self.lora_alpha, (int, float)) and math.isfinite(self.lora_alpha)):
             raise ValueError(f"lora_alpha={self.lora_alpha!r} is not a finite number.")
+        if self.lora_alpha == 0 and self.supra_lambda != 0:
+            raise ValueError("lora_alpha=0 scales the low-rank part to nothing: L and R would stay untrained.")
         if isinstance(self.support_seed, bool) or not isinstance(self.support_seed, int) or self.support_seed < 0:
             raise ValueError(f"support_seed={self.support_seed!r} is not an integer ≥ 0.")
         if self.support not in ("select", "saved"):

@@ -237,9 +237,21 @@ def test_an_excluded_module_is_not_adapted(settings, train):
     assert adapted == {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_a_misspelt_target_module_is_refused(settings, train):
-    with pytest.raises(ValueError, match=r"lora_target_modules: v_porj matches no layer"):
-        train(settings(lora_target_modules=["q_proj", "v_porj"]))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_target_modules": ["q_proj", "v_porj"]}, "lora_target_modules: v_porj matches no layer"),
+        ({"lora_exclude_modules": ["q_proj", "v_porj"]}, "lora_exclude_modules: v_porj matches no module"),
+        ({"lora_exclude_modules": ".*v_porj"}, r"lora_exclude_modules: \.\*v_porj matches no module"),
+        ({"lora_modules_to_save": ["embed_tokens", "lm_haed"]}, "lora_modules_to_save: lm_haed matches no module"),
+        ({"lora_modules_to_save": ["lm_haed"]}, "lora_modules_to_save: lm_haed matches no module"),
+        ({"peft_layers_to_transform": [0, 2]}, "peft_layers_to_transform: 2 is the number of no block"),
+    ],
+)
+def test_what_matches_nothing_is_refused(settings, train, changes, message):
+    """The rest of a list would be trained, left alone or saved without it."""
+    with pytest.raises(ValueError, match=message):
+        train(settings(**changes))
 
 
 def test_an_optimizer_that_leaves_parameters_out_is_refused(settings, train, monkeypatch):

@@ -786,6 +786,7 @@ def test_mixed_adapters_in_one_batch_are_refused(llama, ids):
         ({"lora_dropout": -0.1}, r"lora_dropout=-0\.1"),
         ({"lora_alpha": float("inf")}, "lora_alpha=inf is not a finite number"),
         ({"lora_alpha": "16"}, "lora_alpha='16'"),
+        ({"lora_alpha": 0}, "lora_alpha=0 scales the low-rank part to nothing"),
         ({"support_seed": -1}, "support_seed=-1"),
         ({"support_seed": 0.5}, r"support_seed=0\.5"),
         ({"support": "fresh"}, "support='fresh' is not one of select, saved"),
