@@ -28,11 +28,16 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def put(written: Path, target: Path) -> None:
     """Rename a finished file over `target`, on disk before it has the name."""
+    flush(written)
+    written.replace(target)
+
+
+def flush(written: Path) -> None:
+    """Make a finished file an ordinary one, and have it on disk."""
     # safetensors (as mkstemp) makes files that their owner alone can read; a finished one is an ordinary file.
     written.chmod(0o666 & ~umask())
     with written.open("rb") as file:
         os.fsync(file.fileno())
-    written.replace(target)
 
 
 def umask() -> int:

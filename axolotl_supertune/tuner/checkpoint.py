@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..codec import NAMES, pack_layer, unpack_layer
-from ..files import put, staged
+from ..files import flush, staged
 from .config import SupraConfig
 
 WEIGHTS = "adapter_model.safetensors"
@@ -147,10 +147,16 @@ def _saving_whole(original: Callable[..., None]) -> Callable[..., None]:
             finally:
                 ADAPTERS_TO_SAVE.reset(token)
             files = [path for path in folder.rglob("*") if path.is_file()]
-            for path in sorted(files, key=lambda path: (path.name == CONFIG, path)):
+            for path in files:
+                flush(path)
+                (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+            # A kill from here on leaves no weights beside another adapter's config: they would be computed with its α.
+            for path in files:
                 place = target / path.relative_to(folder)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                put(path, place)
+                if path.name == CONFIG and place.is_file() and place.read_bytes() != path.read_bytes():
+                    place.unlink()
+            for path in sorted(files, key=lambda path: (path.name == CONFIG, path)):
+                path.replace(target / path.relative_to(folder))
         return None
 
     save_pretrained.saves_supra_whole = True  # type: ignore[attr-defined]

@@ -291,7 +291,8 @@ def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
     checkpoint = tmp_path / "checkpoint-4"
     SupraConfig(mask_score="magnitude").save_pretrained(checkpoint)
     save_file({"U": torch.ones(1)}, checkpoint / "adapter_model.safetensors")
-    (checkpoint / "trainer_state.json").write_text("{}")
+    for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt"):
+        (checkpoint / name).write_text("{}")
     asked = PeftConfig.from_pretrained(str(checkpoint))
 
     def resume(processes, stage=None, **more):

@@ -1,5 +1,6 @@
 """The file of an adapter: every version is read, saves are whole, damage is named."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -266,3 +267,33 @@ def test_packing_is_undone(tiny_llama):
     assert pack(state, {"other": "fp32"}).keys() == state.keys()
     assert unpack(packed) == {}
     assert_same(packed, dict(state))
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_save_that_is_killed_leaves_no_weights_beside_another_config(tiny_llama, tmp_path, monkeypatch, moves):
+    """Between two renames a process may die; what is there then is one of the two adapters, or none."""
+    alphas = (16, 64)
+    knobs = {"mask_score": "magnitude", "r0": 2, "supra_lambda": 0.5}
+    models = [get_peft_model(tiny_llama(), SupraConfig(**knobs, lora_alpha=alpha)) for alpha in alphas]
+    for model, alpha in zip(models, alphas, strict=True):
+        for name, parameter in model.named_parameters():
+            if "supra_" in name:
+                parameter.data.fill_(alpha)
+    models[0].save_pretrained(tmp_path)
+    real, done = Path.replace, []
+
+    def replace(self, target):
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(target)
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with contextlib.suppress(KeyboardInterrupt):
+            models[1].save_pretrained(tmp_path)
+    found = {float(tensor.flatten()[0]) for name, tensor in read_adapter(tmp_path).items() if name.endswith("supra_L")}
+    if (tmp_path / "adapter_config.json").exists():
+        assert found == {PeftConfig.from_pretrained(str(tmp_path)).lora_alpha}
+    models[1].save_pretrained(tmp_path)
+    assert PeftConfig.from_pretrained(str(tmp_path)).lora_alpha == alphas[1]
