@@ -637,7 +637,12 @@ def test_an_adapter_that_takes_a_name_leaves_nothing_of_the_one_that_had_it(tiny
     plain = tiny_llama()
     torch.manual_seed(2)
     if again == "add_adapter":
-        model.add_adapter("default", config(**after))
+        try:
+            model.add_adapter("default", config(**after))
+        except ValueError as error:  # from PEFT 0.21 on, before anything is changed
+            if "already exists" in str(error):
+                return
+            raise
     else:
         model = get_peft_model(model.get_base_model(), config(**after))
     torch.manual_seed(2)
