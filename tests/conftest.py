@@ -1,5 +1,6 @@
 """A tiny random Llama, token ids for it and its activation norms, shared by all tests."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,13 @@ from axolotl_supertune import calibrate
 
 # Two threads that wait for each other over tensors this small make the tests ten times slower on a busy machine.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Let the collections that Axolotl asks for pass over what imports made: they were half of a training's time."""
+    gc.collect()
+    gc.freeze()
+
 
 TINY = {
     "vocab_size": 97,

@@ -1,6 +1,7 @@
 """Processes that are forked from one that has imported everything: the imports take ten to twenty seconds."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -39,6 +40,7 @@ def run_script(script, arguments, world, environment, output):
 
 def _enter(rank, enter, environment, *arguments):
     faulthandler.enable()
+    gc.freeze()  # the imports' objects need no collection
     os.environ.clear()
     os.environ.update(environment)
     enter(rank, *arguments)

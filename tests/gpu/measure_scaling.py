@@ -1,6 +1,7 @@
 """Tokens a second of `axolotl train` on 1, 2, 4, … GPUs, for each engine, Supra and Super beside LoRA.
 
     python tests/gpu/measure_scaling.py --gpus 1,2,4 --output scaling.json      # exit code 1 if a run failed
+    python tests/gpu/measure_scaling.py --gpus 1 --each-on-one                  # what each engine costs on one
 
 Weights and tokens are random; every record is as long as it may be, and every GPU has the same micro batch, so that
 efficiency is tokens a second over GPUs × what one GPU does. What is read is Axolotl's `tokens/train_per_sec_per_gpu`,
@@ -29,6 +30,7 @@ FSDP2 = {
 }
 # How the keys of an engine differ from those of one GPU.
 EXAMPLES = Path(__file__).parents[2] / "examples"
+ALONE = "one GPU"
 ENGINES = {
     "ddp": {},
     "fsdp2": {"fsdp_version": 2, "fsdp_config": FSDP2},
@@ -68,7 +70,7 @@ def mapping_of(method, engine, base, data, folder, arguments):
         "base_model": str(base),
         **({} if METHODS[method]["adapter"] == "lora" else {"plugins": [PLUGIN]}),
         **METHODS[method],
-        **ENGINES[engine],
+        **ENGINES.get(engine, {}),
         "datasets": [{"path": str(data), "ds_type": "json"}],
         "dataset_prepared_path": str(folder / "prepared"),
         "output_dir": str(folder / "adapter"),
@@ -90,8 +92,8 @@ def mapping_of(method, engine, base, data, folder, arguments):
     }
 
 
-def train(mapping, gpus, folder):
-    """(tokens a second of all GPUs together, GiB at the peak of one GPU or None).
+def train(mapping, gpus, folder, *, launched):
+    """(tokens a second of all GPUs together, GiB at the peak of one GPU or None); `launched` is by torch's launcher.
 
     Raises:
         RuntimeError: the training failed; the message ends with its last lines.
@@ -102,7 +104,7 @@ def train(mapping, gpus, folder):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     if not mapping["bf16"]:
         environment["ACCELERATE_USE_CPU"] = "true"
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)] if gpus > 1 else []
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)] if launched else []
     command = [sys.executable, *several, "-m", "axolotl.cli.train", str(path)]
     ran = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
     if ran.returncode:
@@ -117,6 +119,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="1,2", help="numbers of GPUs, with commas; the first is what others go by")
     parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--each-on-one", action="store_true", help="on one GPU, too, each engine, after none")
     parser.add_argument("--methods", default="lora,supra")
     parser.add_argument("--shape", default="llama3.2-1b", help="of axolotl_supertune.bench.job.SHAPES")
     parser.add_argument("--micro-batch-size", type=int, default=8)
@@ -133,16 +136,14 @@ def main():
         make_records(data, arguments.sequence_len, vocabulary, arguments.micro_batch_size * max(counts) * (STEPS + 1))
         for method in arguments.methods.split(","):
             one = None
-            runs = [
-                ("one GPU" if gpus == 1 else engine, gpus) for gpus in counts for engine in _engines(arguments, gpus)
-            ]
+            runs = [(engine, gpus) for gpus in counts for engine in _engines(arguments, gpus)]
             for engine, gpus in runs:
                 place = folder / f"{method}-{engine}-{gpus}".replace(" ", "_")
                 place.mkdir()
-                mapping = mapping_of(method, "ddp" if gpus == 1 else engine, folder / "base", data, place, arguments)
+                mapping = mapping_of(method, engine, folder / "base", data, place, arguments)
                 row = {"method": method, "engine": engine, "gpus": gpus, "tokens_per_second": None, "error": None}
                 try:
-                    row["tokens_per_second"], row["peak_gib"] = train(mapping, gpus, place)
+                    row["tokens_per_second"], row["peak_gib"] = train(mapping, gpus, place, launched=engine != ALONE)
                     if row["peak_gib"]:
                         row["planned_gib"] = planned(mapping, gpus)
                 except (RuntimeError, ValueError) as error:
@@ -166,7 +167,8 @@ def _on_cpus(method):
 
 
 def _engines(arguments, gpus):
-    return ["ddp"] if gpus == 1 else arguments.engines.split(",")
+    engines = arguments.engines.split(",")
+    return engines if gpus > 1 else [ALONE, *(engines if arguments.each_on_one else [])]
 
 
 if __name__ == "__main__":
