@@ -16,11 +16,15 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-# Files are shared out among processes of one thread each.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m pytest --show-capture=no -n logical --maxprocesses 4 --dist loadfile "$@"
+# Tests are shared out among processes of one thread each.
+tests() {
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m pytest --show-capture=stderr -n logical --maxprocesses 4 \
+        --dist worksteal "$@"
+}
+tests "$@"
 
 # The Triton kernels on the CPU, unless files were named: Triton decides at its first import whether it interprets.
 for argument in "$@"; do
     if [ -e "${argument%%::*}" ]; then exit; fi
 done
-TRITON_INTERPRET=1 SUPERTUNE_KERNELS=triton python -m pytest --show-capture=no tests/interpreter "$@" || [ $? = 5 ]
+TRITON_INTERPRET=1 SUPERTUNE_KERNELS=triton tests tests/interpreter "$@" || [ $? = 5 ]
