@@ -8,9 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+DATA_SEED = 0
+
 
 def prepare_data(config: Path, target: Path) -> None:
     """Have Axolotl tokenize the data of a YAML into `target`, a dataset_prepared_path that is whole or absent.
+
+    Axolotl shuffles what it tokenizes by `seed`. Here that is DATA_SEED, whatever the YAML's: by the seed of whichever
+    run needs the data first, a run that is trained again would see the records in another order than before.
 
     Raises:
         ValueError: nothing is left of `datasets` or of `test_datasets`.
@@ -21,7 +26,7 @@ def prepare_data(config: Path, target: Path) -> None:
 
     making = target.with_name(f".{target.name}.making")
     shutil.rmtree(making, ignore_errors=True)
-    cfg: Any = load_cfg(str(config), dataset_prepared_path=str(making))
+    cfg: Any = load_cfg(str(config), dataset_prepared_path=str(making), seed=DATA_SEED)
     target.parent.mkdir(parents=True, exist_ok=True)
     made = load_datasets(cfg=cfg)
     for key, records in (("datasets", made.train_dataset), ("test_datasets", made.eval_dataset)):

@@ -234,3 +234,23 @@ def test_tokenizing_to_no_record_at_all_is_a_failure(write_grid, data, tmp_path,
     with pytest.raises(ValueError, match=rf"^{key}: of \w+.jsonl no record is left .*sequence_len: [0-9]+"):
         prepare_data(tmp_path / "config.yml", tmp_path / "prepared" / "here")
     assert not list((tmp_path / "prepared").iterdir())
+
+
+def test_tokenized_data_does_not_depend_on_the_run_that_needs_it_first(write_grid, tmp_path):
+    """A run that is trained again, when the others are done, sees the records in the order of the first time."""
+    from datasets import load_from_disk
+
+    write_grid({"lora": {"adapter": "lora"}})
+    config = yaml.safe_load((tmp_path / "base.yml").read_text())
+    config |= {"adapter": "super", "output_dir": "out", "num_epochs": 1, "plugins": [SUPERTUNE]}
+    prepared = {}
+    for seed, rate in ((None, 1e-3), (0, 1e-3), (1, 1e-2)):
+        own = {"learning_rate": rate, "seed": seed}
+        (tmp_path / "config.yml").write_text(
+            yaml.safe_dump({k: v for k, v in {**config, **own}.items() if v is not None})
+        )
+        target = tmp_path / "prepared" / f"{seed}"
+        prepare_data(tmp_path / "config.yml", target)
+        prepared[seed] = {path.name: load_from_disk(str(path)).to_dict() for path in target.iterdir() if path.is_dir()}
+    assert len(prepared[None]) == 2
+    assert prepared[None] == prepared[0] == prepared[1]
