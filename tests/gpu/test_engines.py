@@ -2,6 +2,8 @@
 
 Each run is a process of its own, as a user starts it. Dropout is off, whose masks depend on the process, and every
 answer has one length, since Axolotl averages the mean losses of the processes.
+
+With SUPERTUNE_ONE_GPU=1 the processes share one GPU, and talk by gloo.
 """
 
 import json
@@ -42,10 +44,11 @@ ENGINES = {
 }
 GLOBAL_BATCH = 8
 WORLDS = [2, 4]
+ONE_GPU = os.environ.get("SUPERTUNE_ONE_GPU") == "1"
 
 
 def needs(engine, processes):
-    if torch.cuda.device_count() < processes:
+    if not ONE_GPU and torch.cuda.device_count() < processes:
         pytest.skip(f"{processes} GPUs are needed, this machine has {torch.cuda.device_count()}")
     if engine.startswith("fsdp2") and Version(version("axolotl")) < Version("0.21"):
         pytest.skip("FSDP2 is refused before Axolotl 0.21")
@@ -84,6 +87,8 @@ def make(settings, even, tmp_path):
 
 TRAIN = """
 import os, runpy, signal
+if {one_gpu}:
+    import gloo_on_one_gpu
 from transformers import TrainerCallback
 from axolotl_supertune import SupertunePlugin
 
@@ -107,13 +112,13 @@ def run(write, tmp_path):
 
     def run(mapping, processes, kill_at=-1):
         script = tmp_path / "train.py"
-        script.write_text(TRAIN.format(kill_at=kill_at))
+        script.write_text(TRAIN.format(kill_at=kill_at, one_gpu=ONE_GPU and processes > 1))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         command = [sys.executable, *(launcher if processes > 1 else []), str(script), write(mapping)]
         clean = {key: value for key, value in os.environ.items() if key != "ACCELERATE_USE_CPU"}
         own = {
-            "PYTHONPATH": f"{PACKAGE}:{os.environ.get('PYTHONPATH', '')}",
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes))),
+            "PYTHONPATH": f"{PACKAGE}:{PACKAGE / 'tests/gpu'}:{os.environ.get('PYTHONPATH', '')}",
+            "CUDA_VISIBLE_DEVICES": "0" if ONE_GPU else ",".join(map(str, range(processes))),
             "AXOLOTL_NCCL_TIMEOUT": "120",
         }
         ran = subprocess.run(
