@@ -368,6 +368,16 @@ def test_a_verdict_that_one_seed_contradicts_says_so(save):
     assert said == ["better (not in every seed)"]
 
 
+def test_a_verdict_on_several_seeds_of_lora_that_the_common_one_contradicts_says_so(save):
+    """LoRA's mean over its seeds is another number than that of the seed that both ran with."""
+    keys = [("lora", 0), ("lora", 1), ("lora", 2), ("supra", 0)]
+    shares = {("lora", 0): 0.9, ("lora", 1): 0.02, ("lora", 2): 0.02, ("supra", 0): 0.8}
+    runs = [make_run(method, 1e-4, seed) for method, seed in keys]
+    runs_dir = save(*((run, make_scores(run.key, shares[run.key.method, run.key.seed])) for run in runs))
+    [said] = [each.said for each in find(runs_dir).comparisons if each.metric.name == "accuracy"]
+    assert said == "better (one seed, not in every seed)"
+
+
 def test_a_verdict_that_does_not_survive_the_number_of_comparisons_says_so(small):
     each = find(small, resamples=1000).comparisons[0]
     assert each.doubts == ["one seed"]
