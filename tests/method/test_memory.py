@@ -250,6 +250,7 @@ def test_engines_hold_what_they_shard(llama_8b):
     assert part(of("FSDP2", gpus=4, keeps_gathered=True), "gathered weights") == whole
     assert part(of("ZeRO-3", gpus=4, live=3 * 10**8), "gathered weights") == 2 * 3 * 10**8
     assert part(of("ZeRO-3", gpus=4, live=10**6), "gathered weights") == 2 * shape.linear / 32, "one decoder layer"
+    assert part(of("ZeRO-3", gpus=1, live=10**9), "gathered weights") == 0, "one partition is the weight itself"
 
 
 def test_calibration_under_zero_3_gathers_a_block_or_the_embeddings(llama_8b):
