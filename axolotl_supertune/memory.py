@@ -381,7 +381,7 @@ def _gathered(shape: Shape, step: Step, engine: Engine) -> tuple[float, float]:
     if not engine.shards_weights:
         return 0.0, 0.0
     if engine.name == "ZeRO-3":
-        if engine.gpus == 1:
+        if engine.gpus == 1 and not engine.offloads_weights:
             return 0.0, 0.0  # DeepSpeed's one partition is the weight itself
         # A decoder layer is gathered in one go, however little may be live.
         live = min(shape.parameters, max(engine.live, shape.linear / shape.blocks)) * float(step.width)

@@ -317,7 +317,13 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
     from .plugin import SupertunePlugin, _known_keys
 
     if raw.get("adapter") not in checks.ADAPTERS:
-        raise click.ClickException(f"adapter: {raw.get('adapter')}: only supra and super are planned.")
+        grid = isinstance(raw.get("methods"), dict)
+        remedy = (
+            " This is a file of a grid: `axolotl supertune sweep GRID --dry-run` checks the YAMLs of its runs."
+            if grid
+            else ""
+        )
+        raise click.ClickException(f"adapter: {raw.get('adapter')}: only supra and super are planned.{remedy}")
     if not raw.get("base_model"):
         raise click.ClickException("base_model: the config names none.")
     manager = PluginManager.get_instance()
@@ -382,7 +388,10 @@ def _meta_model(cfg: Any) -> tuple[Any, Any]:
     try:
         config = load_model_config(cfg)
     except (OSError, ValueError) as error:
-        raise click.ClickException(f"base_model: the config of {cfg['base_model']} cannot be read: {error}") from error
+        raise click.ClickException(
+            f"base_model: the config of {cfg['base_model']} cannot be read; without the hub, name a folder "
+            f"that holds the model's config.json: {error}"
+        ) from error
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

@@ -401,7 +401,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 def _notes_on_scores(found: Findings, runs_dir: Path, files: dict[Path, Scores]) -> list[str]:
     if not found.benchmarks:
-        return ["No scores yet: this is the training stage alone, without accuracies and without comparisons."]
+        return ["No scores yet: this is the training stage alone, without accuracies and comparisons of them."]
     notes = []
     if found.base is None:
         notes.append("The model before training was not scored (base/scores.json).")

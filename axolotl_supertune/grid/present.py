@@ -24,6 +24,7 @@ from .grid import (
     read_grid,
     read_mapping,
 )
+from .prepare import DATA_SEED
 from .runs import CONFIG_FILE, SCORES_FILE, Run, RunKey, Scores, Setup, read_runs, read_scores
 from .scoring import ASKED, trained_on
 
@@ -132,7 +133,7 @@ class Present:
         return (
             there is not None
             and self.difference(key) is None
-            # The names of what was prepared tell the files apart.
+            # The names of what was prepared tell the files, and the order of the records, apart.
             and all(Path(there.get(name) or "").name == Path(now.get(name) or "").name for name in _PLACES)
         )
 
@@ -170,7 +171,7 @@ class Present:
         found = self.contents.of(data_paths(settings))
         if settings.get("skip_prepare_dataset") or not (found or folder == ours):
             return None
-        return folder / digest(found)
+        return folder / digest({**found, "seed": DATA_SEED})
 
     def norms(self, key: RunKey) -> Path | None:
         """The file of activation norms that a run shares with all that calibrate alike; None: it needs none.

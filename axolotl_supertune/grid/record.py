@@ -12,10 +12,12 @@ from typing import Any
 import psutil
 import torch
 from axolotl.integrations.base import BasePlugin
+from axolotl.loaders import adapter as axolotl_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
 from ..budget import DEFAULT_R0, exact_fraction
+from ..new_adapter import seed_of
 from .runs import RUN_FILE, Run
 
 VARIABLE = "SUPERTUNE_RUN"
@@ -43,12 +45,17 @@ def device_name() -> str:
 
 
 class RecordPlugin(BasePlugin):
-    """Has a run evaluated at its last step, and recorded when its model is saved."""
+    """Has a run follow from its seed, be evaluated at its last step, and be recorded when its model is saved."""
 
     def __init__(self) -> None:
         super().__init__()
         self._record: _Record | None = None
         self._saved = False
+
+    def pre_lora_load(self, cfg: Any, model: Any) -> None:
+        """Axolotl 0.19 draws LoRA's start before it seeds anything; 0.21 draws it anew from the seed."""
+        if not hasattr(axolotl_adapter, "reinit_lora_from_seed"):
+            torch.manual_seed(seed_of(cfg))
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
         """One callback.

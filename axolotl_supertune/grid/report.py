@@ -251,8 +251,9 @@ def _method_of_scores(found: Any) -> str:
         f"With this many comparisons ({family}) some intervals exclude 0 by chance, about one in twenty where nothing "
         "differs; p (Holm) is the bootstrap's two-sided p, adjusted for the number of comparisons of that metric with "
         "that reference. In brackets stands what a verdict does not withstand: “not after Holm” that adjustment; “few "
-        f"items”: with fewer than {FEW_ITEMS} items such intervals are too narrow; “not in every seed”: the difference "
-        "has the other sign in one; “one seed”: one alone was scored with both."
+        f"items”: with fewer than {FEW_ITEMS} items such intervals are too narrow; “not in every seed”: of a seed "
+        "that both were scored with, maybe the only one, the difference has the other sign, or is none; “one seed”: no "
+        "more than one was scored with both."
     )
 
 

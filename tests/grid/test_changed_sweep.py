@@ -71,6 +71,20 @@ def test_of_other_data_everything_is_prepared_anew(stage, write_grid, name):
     assert len(list((RUNS / "prepared").iterdir())) == 2
 
 
+def test_data_that_was_tokenized_in_another_order_is_left_alone(stage, write_grid):
+    """An earlier version shuffled by the seed of whichever run came first, and named the folder by the files alone."""
+    from axolotl_supertune.grid.contents import Contents, digest
+
+    grid = write_grid(score={"runs": "none"})
+    before = RUNS / "prepared" / digest(Contents().of(["train.jsonl", "valid.jsonl"]))
+    before.mkdir(parents=True)
+    assert stage.sweep(grid)
+    assert [call["prepare"] for call in stage.calls() if "prepare" in call] == ["data"]
+    folders = {yaml.safe_load(path.read_text())["dataset_prepared_path"] for path in RUNS.glob("*/*/config.yml")}
+    assert len(folders) == 1
+    assert before.as_posix() not in folders
+
+
 def test_a_prepared_folder_of_ones_own_is_not_filled_with_two_files_of_one_name(stage, write_grid):
     grid = write_grid({"dataset_prepared_path": "own"}, learning_rates=[1e-3], score={"runs": "none"})
     for _ in range(2):

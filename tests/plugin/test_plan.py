@@ -286,6 +286,10 @@ def test_every_refusal_is_named_and_the_rest_planned(settings, run, tmp_path):
         ({"lora_target_modules": ["q_proj", "nowhere"]}, "lora_target_modules: nowhere matches no layer"),
         ({"lora_exclude_modules": ["nowhere"]}, "lora_exclude_modules: nowhere matches no module"),
         ({"base_model": "/nowhere/at/all"}, "base_model: there is no folder /nowhere/at/all. Name the folder"),
+        (
+            {"adapter": None, "methods": {"a": {}}},
+            "only super and supra are planned. This is a file of a grid: `axolotl supertune ",
+        ),
         ({"base_model": "nowhere/at-all"}, "base_model: the config of nowhere/at-all cannot be read"),
         ({"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json cannot be read as a DeepSpeed config"),
     ],

@@ -104,6 +104,25 @@ def test_a_run_records_what_it_measured(recorded, train, base, data, tmp_path):
     assert not math.isclose(run.validation_nll, means[-1], rel_tol=1e-5)
 
 
+LORA = {
+    **{"adapter": "lora", "lora_r": 2, "lora_alpha": 16, "lora_target_linear": True},
+    **{f"lora_{kernel}_kernel": False for kernel in ("mlp", "qkv", "o")},
+    **dict.fromkeys(("calibration_dataset", "calibration_samples", "calibration_sequence_len")),
+}
+
+
+def test_runs_of_lora_follow_from_their_seed(recorded, train, tmp_path):
+    """Axolotl 0.19 draws LoRA's start before it seeds anything."""
+    found = []
+    for seed, state in ((0, 1), (0, 2), (3, 1)):
+        mapping = recorded(seed=seed, **LORA)
+        mapping["output_dir"] = str(tmp_path / f"run-{seed}-{state}" / "adapter")
+        torch.manual_seed(state)
+        train(mapping)
+        found.append(read_run(tmp_path / f"run-{seed}-{state}" / "run.json").losses)
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize("adapter", [None, "lora"])
 def test_a_run_that_goes_on_records_all_of_it(recorded, train, tmp_path, monkeypatch, adapter):
     lora = {"lora_r": 2, "lora_alpha": 16, "lora_target_linear": True} if adapter else {}
