@@ -9,7 +9,7 @@ import click
 
 from .bench.command import bench
 from .export import export
-from .files import whole_file
+from .files import whole_file, writing
 from .grid.command import sweep
 from .grid.report import report
 from .inspection import inspect
@@ -55,7 +55,8 @@ def calibrate(config: Path, output: Path | None, stream: bool, overwrite: bool) 
     from .precalibrate import calibrate_base
 
     try:
-        path = calibrate_base(config, output, stream=stream, overwrite=overwrite)
+        with writing(output or "the activation norms"):
+            path = calibrate_base(config, output, stream=stream, overwrite=overwrite)
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"wrote {path}; calibration_path: {path} in the YAML uses it")

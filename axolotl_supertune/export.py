@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .files import staged, umask
+from .files import staged, umask, writing
 
 if TYPE_CHECKING:
     from .tuner import SupraConfig
@@ -45,7 +45,8 @@ def export(adapter: Path, target: str, output: Path, base: str | None, dtype: st
                engines that serve many LoRAs of one base
     """
     try:
-        export_adapter(adapter, target, output, base=base, dtype=DTYPES.get(dtype, dtype))
+        with writing(output):
+            export_adapter(adapter, target, output, base=base, dtype=DTYPES.get(dtype, dtype))
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"wrote {output}")

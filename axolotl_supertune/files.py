@@ -5,8 +5,10 @@ says whether its owner lives, on this machine or, where the file system locks ac
 """
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from pathlib import Path
 
 _PREFIX = ".saving."
 _LOCK = "lock"
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @contextlib.contextmanager
@@ -24,6 +27,32 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary = folder / target.name
         yield temporary
         put(temporary, target)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the disk or its rights refuse inside into a ValueError that names the file, the reason and the remedy.
+
+    `path` is the file of which the error names a temporary one, or none. Other errors of the file system pass.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else _error_number(str(error))
+        if number not in _REFUSALS:
+            raise
+        named = getattr(error, "filename", None)
+        place = os.fspath(path) if named is None or _PREFIX in str(named) else named
+        remedy = "Give this user the rights" if number in (errno.EACCES, errno.EPERM) else "Make room"
+        raise ValueError(f"{place}: {os.strerror(number)}. {remedy}, or name another place.") from error
+
+
+def _error_number(text: str) -> int | None:
+    """Of what safetensors tells of a failed write: "… (os error 28)"."""
+    found = re.search(r"\(os error (\d+)\)", text)
+    return int(found[1]) if found else None
 
 
 def put(written: Path, target: Path) -> None:

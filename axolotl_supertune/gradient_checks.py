@@ -41,3 +41,8 @@ def check(cfg: Mapping[str, Any], has_sparse_part: bool) -> None:
         raise ValueError(
             f"low_rank_warmup_steps: {warmup} leaves none of max_steps: {steps} to the sparse part; lower it."
         )
+    if int(warmup) and cfg.get("load_best_model_at_end"):
+        raise ValueError(
+            f"load_best_model_at_end: true does not work with low_rank_warmup_steps: {warmup}: the best checkpoint may "
+            "be one from before the support was chosen. Remove load_best_model_at_end, or low_rank_warmup_steps."
+        )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .files import whole_file
+from .files import whole_file, writing
 from .json_output import print_json
 
 if TYPE_CHECKING:
@@ -86,8 +86,11 @@ def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
                 soft_wrap=True,
             )
     if png is not None:
-        with whole_file(png) as temporary:
-            draw(tensors, reports, temporary)
+        try:
+            with writing(png), whole_file(png) as temporary:
+                draw(tensors, reports, temporary)
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
         click.echo(f"wrote {png}", err=True)
 
 

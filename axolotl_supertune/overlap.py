@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .files import whole_file
+from .files import whole_file, writing
 from .json_output import print_json
 
 if TYPE_CHECKING:
@@ -97,8 +97,11 @@ def overlap(adapters: tuple[Path, ...], as_json: bool, output: Path | None) -> N
     for note in notes:
         click.echo(note, err=True)
     if output is not None:
-        with whole_file(output) as temporary:
-            temporary.write_text(csv_text(found), encoding="utf-8")
+        try:
+            with writing(output), whole_file(output) as temporary:
+                temporary.write_text(csv_text(found), encoding="utf-8")
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
         click.echo(f"wrote {output}", err=True)
     if as_json:
         print_json([each.record() for each in found])

@@ -17,7 +17,7 @@ import click
 
 from . import memory
 from .budget import BudgetRow, budget_rows
-from .files import whole_file
+from .files import whole_file, writing
 from .job import Job
 from .memory import GIB, Estimate
 from .planned_job import CHECKED, engine_of, job_of, unlike_llama
@@ -84,8 +84,13 @@ def plan(
         result.gpu_memory = gpu_memory
     result.show()
     if target is not None:
-        with whole_file(target) as temporary:
-            temporary.write_text(json.dumps(result.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        try:
+            with writing(target), whole_file(target) as temporary:
+                temporary.write_text(
+                    json.dumps(result.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+                )
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
         click.echo(f"wrote {target}")
     if result.refusals or result.fits is False:
         context.exit(1)

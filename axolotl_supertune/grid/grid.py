@@ -41,6 +41,7 @@ _REFUSED = {
     "max_steps": "every run would end there, whatever its epochs; drop it",
     "val_set_size": "it cuts off the end of the data as some run's seed shuffled it; name a file of its own in "
     "test_datasets",
+    "streaming": "its runs would need max_steps; drop it",
     "load_best_model_at_end": "a run is judged, and scored, by the model that it ends with; drop it",
     "early_stopping_patience": "runs that stop at different steps are not compared on equal terms; drop it",
     "resume_from_checkpoint": "a run that was stopped finds its own checkpoint; drop it",

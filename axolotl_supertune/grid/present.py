@@ -36,6 +36,10 @@ _NO_MATTER = {
     "lr_groups",  # what checks.prepare makes of sparse_lr
 } - {"lora_exclude_modules"}
 
+# What does not change how data is tokenized and ordered: an unknown key counts as one that does. Axolotl's own name for
+# tokenized data leaves some of those out.
+_NO_MATTER_TO_DATA = {*OF_THE_GRID, *SupertuneArgs.model_fields, "adapter", "dataset_prepared_path", "lr_groups"}
+
 # Where things lie, which changes with the folder and not with what is computed.
 _PLACES = ("output_dir", "dataset_prepared_path", "calibration_path")
 
@@ -162,7 +166,7 @@ class Present:
         return settings
 
     def prepared(self, key: RunKey) -> Path | None:
-        """The folder of tokenized data that a run shares with all of the same files; None: the grid leaves it alone.
+        """The folder of tokenized data that a run shares with all that tokenize alike; None: the grid leaves it alone.
 
         Axolotl knows prepared data by its path, and would not see that the file holds something else.
         """
@@ -171,7 +175,12 @@ class Present:
         found = self.contents.of(data_paths(settings))
         if settings.get("skip_prepare_dataset") or not (found or folder == ours):
             return None
-        return folder / digest({**found, "seed": DATA_SEED})
+        matter = {
+            name: value
+            for name, value in settings.items()
+            if name not in _NO_MATTER_TO_DATA and not name.startswith(("lora_", "peft_"))
+        }
+        return folder / digest({**matter, "files": found, "seed": DATA_SEED})
 
     def norms(self, key: RunKey) -> Path | None:
         """The file of activation norms that a run shares with all that calibrate alike; None: it needs none.

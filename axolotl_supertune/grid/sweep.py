@@ -238,7 +238,7 @@ class Sweep:
         if not keys:
             return
         present = self._present
-        of_data: dict[Path, RunKey] = {}  # of the runs that need what is prepared the first; all say alike how
+        of_data: dict[Path, RunKey] = {}  # the first of the runs that tokenize alike
         for key in keys:
             if (path := present.prepared(key)) is not None and not path.is_dir():
                 of_data.setdefault(path, key)
@@ -248,8 +248,11 @@ class Sweep:
             if (path := self._present.norms(key)) is not None and not path.is_file():
                 makers.setdefault(path, key)
         if any(self.grid.settings(key).get("calibration_dataset") == TRAINING_SET for key in makers.values()):
-            self._pool_run("preparing", jobs)  # which they read
+            self._pool_run("preparing", jobs)  # which they read, and would make themselves where it is not
             jobs = []
+            makers = {
+                path: key for path, key in makers.items() if (data := present.prepared(key)) is None or data.is_dir()
+            }
         jobs += [self._shared("norms", path, key) for path, key in makers.items()]
         self._pool_run("preparing", jobs)
         # Without them a run cannot start; that making them failed is told already.

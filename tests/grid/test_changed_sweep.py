@@ -8,7 +8,7 @@ import pytest
 import yaml
 from grid_cases import MAGNITUDE
 
-from axolotl_supertune.grid.contents import Contents, data_paths
+from axolotl_supertune.grid.contents import Contents, data_paths, digest
 from axolotl_supertune.grid.grid import GridError
 from axolotl_supertune.grid.jobs import Places, Signalled
 from axolotl_supertune.grid.runs import Run, read_run, read_runs, read_scores
@@ -73,8 +73,6 @@ def test_of_other_data_everything_is_prepared_anew(stage, write_grid, name):
 
 def test_data_that_was_tokenized_in_another_order_is_left_alone(stage, write_grid):
     """An earlier version shuffled by the seed of whichever run came first, and named the folder by the files alone."""
-    from axolotl_supertune.grid.contents import Contents, digest
-
     grid = write_grid(score={"runs": "none"})
     before = RUNS / "prepared" / digest(Contents().of(["train.jsonl", "valid.jsonl"]))
     before.mkdir(parents=True)
@@ -83,6 +81,23 @@ def test_data_that_was_tokenized_in_another_order_is_left_alone(stage, write_gri
     folders = {yaml.safe_load(path.read_text())["dataset_prepared_path"] for path in RUNS.glob("*/*/config.yml")}
     assert len(folders) == 1
     assert before.as_posix() not in folders
+
+
+@pytest.mark.parametrize(
+    "change", [{"shuffle_merged_datasets": False}, {"sequence_len": 300}, {"train_on_inputs": True}], ids=str
+)
+def test_runs_that_tokenize_otherwise_share_no_data(stage, write_grid, change):
+    """Axolotl's own name for tokenized data leaves the first of these out, and the others it would shuffle by seed."""
+    same = {**MAGNITUDE, "lora_r": 4, "sparse_direction": "top", "lora_target_linear": True}
+    methods = {"a": MAGNITUDE, "other": {**MAGNITUDE, **change}, "same": same}
+    assert stage.sweep(write_grid(methods=methods, learning_rates=[1e-3], score={"runs": "none"}))
+    made = [yaml.safe_load(call["yaml"]) for call in stage.calls() if call.get("prepare") == "data"]
+    [(key, value)] = change.items()
+    assert sorted(str(each.get(key)) for each in made) == sorted(["None", str(value)])
+    used = {
+        path.parts[1]: yaml.safe_load(path.read_text())["dataset_prepared_path"] for path in RUNS.glob("*/*/config.yml")
+    }
+    assert used["a"] == used["same"] != used["other"]
 
 
 def test_a_prepared_folder_of_ones_own_is_not_filled_with_two_files_of_one_name(stage, write_grid):
@@ -287,5 +302,18 @@ def test_what_needs_what_could_not_be_prepared_is_not_started(stage, write_grid,
     assert stage.calls("run") == ([] if kind == "data" else ["lora 0.001 0"])
     assert f"no text for {kind}" in stage.printed
     assert "failed: wanda/lr0.001-ep1-seed0" in stage.printed
+    stage.plan["prepare_fails"] = []
+    assert stage.sweep(grid)
+
+
+def test_norms_of_a_training_set_that_could_not_be_tokenized_are_not_measured(stage, write_grid):
+    """Measuring them would tokenize it, in an order of its own, and all runs would train on that."""
+    stage.plan["prepare_fails"] = ["data"]
+    methods = {**WANDA, "on-training-set": {"adapter": "super", "calibration_dataset": "training_set"}}
+    grid = write_grid(methods=methods, learning_rates=[1e-3], score={"runs": "none"})
+    assert not stage.sweep(grid)
+    calls = stage.calls()
+    assert "data" in [call.get("prepare") for call in calls]
+    assert not [call for call in calls if "run" in call or call.get("prepare") == "norms"]
     stage.plan["prepare_fails"] = []
     assert stage.sweep(grid)

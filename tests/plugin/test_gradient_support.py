@@ -176,6 +176,10 @@ def test_a_resumed_run_is_the_one_that_did_not_stop(settings, train, tmp_path, m
     [
         ({"gradient_batches": 100}, r"gradient_batches: 100 batches of 1 micro batches .* lower it to 2\d"),
         ({"low_rank_warmup_steps": 8, "adapter": "supra"}, r"low_rank_warmup_steps: 8 leaves none of max_steps: 8"),
+        (
+            {"low_rank_warmup_steps": 2, "adapter": "supra", "load_best_model_at_end": True},
+            r"load_best_model_at_end: true does not work with low_rank_warmup_steps: 2",
+        ),
     ],
 )
 def test_too_few_records_or_steps_are_told(settings, train, changes, message):
