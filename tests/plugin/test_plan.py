@@ -288,7 +288,7 @@ def test_every_refusal_is_named_and_the_rest_planned(settings, run, tmp_path):
         ({"base_model": "/nowhere/at/all"}, "base_model: there is no folder /nowhere/at/all. Name the folder"),
         (
             {"adapter": None, "methods": {"a": {}}},
-            "only super and supra are planned. This is a file of a grid: `axolotl supertune ",
+            "only supra and super are planned. This is a file of a grid: `axolotl supertune ",
         ),
         ({"base_model": "nowhere/at-all"}, "base_model: the config of nowhere/at-all cannot be read"),
         ({"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json cannot be read as a DeepSpeed config"),
