@@ -38,7 +38,7 @@ _NO_MATTER = {
 
 # What does not change how data is tokenized and ordered: an unknown key counts as one that does. Axolotl's own name for
 # tokenized data leaves some of those out.
-_NO_MATTER_TO_DATA = {*OF_THE_GRID, *SupertuneArgs.model_fields, "adapter", "dataset_prepared_path", "lr_groups"}
+_NO_MATTER_TO_DATA = _NO_MATTER | {*SupertuneArgs.model_fields}
 
 # Where things lie, which changes with the folder and not with what is computed.
 _PLACES = ("output_dir", "dataset_prepared_path", "calibration_path")
