@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .calibration import ActivationNorms, calibrate
-    from .corpus import calibration_windows
-    from .plugin import SupertunePlugin
+    from .method.activation_norms import ActivationNorms
+    from .method.calibration_data import calibration_windows
+    from .plugin.plugin import SupertunePlugin
     from .tuner import SupraConfig, SupraModel, budget_table, hotswap_adapter
+    from .tuner.base_calibration import calibrate
 
 _HOME = {
-    "ActivationNorms": ".calibration",
-    "calibrate": ".calibration",
-    "calibration_windows": ".corpus",
-    "SupertunePlugin": ".plugin",
+    "ActivationNorms": ".method.activation_norms",
+    "calibrate": ".tuner.base_calibration",
+    "calibration_windows": ".method.calibration_data",
+    "SupertunePlugin": ".plugin.plugin",
     "SupraConfig": ".tuner",
     "SupraModel": ".tuner",
     "budget_table": ".tuner",

@@ -14,7 +14,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from axolotl_supertune.prompt import alpaca_prompt
+from axolotl_supertune.tasks.prompt import alpaca_prompt
 
 
 def main() -> None:

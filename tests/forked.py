@@ -10,7 +10,9 @@ import traceback
 
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "axolotl.cli.train", "axolotl_supertune.plugin"])
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed.fsdp", "axolotl.cli.train", "axolotl_supertune.plugin.plugin"]
+)
 
 
 def start(enter, arguments, world, *, join=True):

@@ -93,7 +93,7 @@ def make_case(
 def kernel_layer(case, *, dtype=None, dropout=0.0, sweep=None):
     """The layer as `fused` takes it, written into a copy of its weight."""
     from axolotl_supertune.ops.fused import Layer
-    from axolotl_supertune.ops.inplace import Entry, Sweep
+    from axolotl_supertune.ops.inplace_weight import Entry, Sweep
 
     weight = case.weight.clone()
     sweep = sweep or Sweep()

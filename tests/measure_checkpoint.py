@@ -18,7 +18,7 @@ from peft import PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.support import random_support
+from axolotl_supertune.method.support import random_support
 from axolotl_supertune.tuner import SupraLayer, read_adapter
 
 SHAPES = {

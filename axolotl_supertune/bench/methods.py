@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from ..budget import layer_budget
-from ..calibration import ActivationNorms, default_layers
-from ..scores import magnitude_score
-from ..support import select_support
+from ..method.activation_norms import ActivationNorms
+from ..method.budget import layer_budget
+from ..method.calibration import default_layers
+from ..method.scores import magnitude_score
+from ..method.support import select_support
 from ..tuner import SupraConfig
 from .job import Job
 

@@ -21,7 +21,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ..calibration import ActivationNorms, calibrate
+from ..method.activation_norms import ActivationNorms
+from ..tuner.base_calibration import calibrate
 from .job import ON_4_BITS, Job, model_config
 from .methods import PaperLinear, apply_method
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .comparisons import METRICS, Result, accuracies
 from .findings import Findings, short_rate
-from .runs import Run
+from .records import Run
 from .statistics import CONFIDENCE, Array, Spread, spread
 from .styles import COLORS, Group, draw_legend, draw_panels, groups, styled, styles, write_names
 

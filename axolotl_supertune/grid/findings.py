@@ -13,16 +13,9 @@ import yaml
 from pydantic import BaseModel
 
 from ..tasks.benchmarks import BENCHMARKS, find_benchmark
-from .choice import Choice, Trial, choose_rates
-from .comparisons import (
-    Comparison,
-    Result,
-    SeedDifference,
-    compare,
-    compare_with_base,
-    seed_differences,
-)
-from .runs import (
+from .comparisons import Comparison, Result, SeedDifference, compare, compare_with_base, seed_differences
+from .rate_selection import Choice, Trial, choose_rates
+from .records import (
     CONFIG_FILE,
     GRID_FILE,
     SCORES_FILE,

@@ -44,7 +44,7 @@ def prepare_data(config: Path, target: Path) -> None:
 
 def prepare_norms(config: Path, target: Path) -> None:
     """Write the activation norms that a YAML describes."""
-    from ..precalibrate import calibrate_base
+    from ..plugin.calibrate_base import calibrate_base
 
     calibrate_base(config, target)
 

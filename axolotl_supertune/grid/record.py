@@ -16,9 +16,9 @@ from axolotl.loaders import adapter as axolotl_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
-from ..budget import DEFAULT_R0, exact_fraction
-from ..new_adapter import seed_of
-from .runs import RUN_FILE, Run
+from ..method.budget import DEFAULT_R0, exact_fraction
+from ..plugin.create import seed_of
+from .records import RUN_FILE, Run
 
 VARIABLE = "SUPERTUNE_RUN"
 """The environment variable with what the sweep knows of the run: key, config_sha256, setup, jobs_per_gpu, as JSON."""

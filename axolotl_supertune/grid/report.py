@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..files import put, staged
+from ..method.atomic_files import put, staged
 from .statistics import CONFIDENCE, NO_DIFFERENCE, RESAMPLES
 
 # All files that any report writes; those that this one does not are removed, so that none is left of an earlier one.

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from .grid import Score
-from .runs import BenchmarkScores, RunKey, Scores, Setup
+from .config import Score
+from .records import BenchmarkScores, RunKey, Scores, Setup
 
 # What of `score` changes the scores; the sizes of batches and where the files lie do not.
 ASKED = ("task", "max_gen_toks", "limit")

@@ -18,12 +18,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import checks
-from .. import plan as planning
-from ..corpus import TRAINING_SET
-from ..data_checks import Said, is_here, look_at_data
-from ..files import whole_file
-from .folders import (
+from ..method.atomic_files import whole_file
+from ..method.calibration_data import TRAINING_SET
+from ..plugin import validation
+from ..plugin.plan import plan as planning
+from ..plugin.plan.data_checks import Said, is_here, look_at_data
+from .config import CALIBRATION_FOLDER, CONTAMINATION_FILE, RECORD, GridError
+from .jobs import Job, Places, Pool
+from .record import VARIABLE, installed
+from .records import CONFIG_FILE, GRID_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
+from .run_folder import (
     ADAPTER_FOLDER,
     LOG_FILE,
     as_yaml,
@@ -35,12 +39,8 @@ from .folders import (
     tail,
     write,
 )
-from .grid import CALIBRATION_FOLDER, CONTAMINATION_FILE, RECORD, GridError
-from .jobs import Job, Places, Pool
-from .present import Present
-from .record import VARIABLE, installed
-from .runs import CONFIG_FILE, GRID_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
 from .scoring import Request, trained_on
+from .state import Present
 
 LOCK_FILE = ".sweep.lock"
 
@@ -451,7 +451,7 @@ class Sweep:
 def _foresee(settings: dict[str, Any], texts_read: dict[str, Said]) -> Said:
     """What of a run's YAML is refused, and what is unchecked."""
     base = settings["base_model"]
-    if settings.get("adapter") not in checks.ADAPTERS:
+    if settings.get("adapter") not in validation.ADAPTERS:
         return look_at_data(settings)
     if not is_here(base, ("config.json",), settings.get("revision_of_model")):
         said = look_at_data(settings)

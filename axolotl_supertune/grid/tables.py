@@ -13,7 +13,7 @@ import numpy as np
 
 from .comparisons import Comparison, Result, accuracies, gold_nlls
 from .findings import BUDGET_TOLERANCE, Findings, short_rate
-from .runs import Scores
+from .records import Scores
 from .statistics import CONFIDENCE, Spread, spread
 
 Record = dict[str, Any]

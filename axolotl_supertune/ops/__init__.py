@@ -5,7 +5,7 @@
 `inplace` need Triton: import them where `choice.takes_kernels` said yes.
 """
 
-from .choice import compute_dtype, takes_kernels
+from .dispatch import compute_dtype, takes_kernels
 from .reference import LowRank, Sparse, effective_weight, merged_weight, sparse_linear
 
 __all__ = ["LowRank", "Sparse", "compute_dtype", "effective_weight", "merged_weight", "sparse_linear", "takes_kernels"]

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import kernels
-from .gathered import GatheredEntry
-from .inplace import Entry
-from .launch import aligned
+from .gathered_weight import GatheredEntry
+from .inplace_weight import Entry
+from .launcher import aligned
 from .reference import cast, linear
 
 _SEED_BIT = 2**62

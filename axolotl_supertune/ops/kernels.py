@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from . import programs
-from .launch import Call, address, places
+from .launcher import Call, address, places
 
 # Transposed operands are padded to a multiple of this many tokens, with zeros.
 PAD = 64

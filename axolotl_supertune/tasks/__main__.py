@@ -3,7 +3,7 @@
 import click
 
 from . import TASK_FOLDER
-from .contamination import contamination
+from .contamination.contamination import contamination
 
 
 @click.group(invoke_without_command=True)

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from ..files import whole_file
+from ..method.atomic_files import whole_file
 
 DATA_DIR_VARIABLE = "SUPERTUNE_DATA_DIR"
 DATA_DIR_KEY = "supertune_data_dir"

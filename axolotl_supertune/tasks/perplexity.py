@@ -13,9 +13,9 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..prompt import alpaca_prompt
 from .benchmarks import BENCHMARKS, load_benchmark
 from .extraction import is_correct, published_letter, published_number
+from .prompt import alpaca_prompt
 
 MAX_RECORDS = 120
 

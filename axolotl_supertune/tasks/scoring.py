@@ -5,10 +5,10 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..prompt import alpaca_prompt
 from .benchmarks import BENCHMARKS, load_benchmark
-from .contamination import clean_indices, load_report
+from .contamination.contamination import clean_indices, load_report
 from .extraction import answers, is_correct
+from .prompt import alpaca_prompt
 
 
 def load(

@@ -1,6 +1,5 @@
 """SUPRA as a PEFT tuner: config, model, layer. Importing it registers the method with PEFT."""
 
-from .card import write_cards
 from .checkpoint import read_adapter, save_whole
 from .config import SupraConfig
 from .hotswap import hotswap_adapter
@@ -8,7 +7,8 @@ from .layer import SupraLayer
 from .linear import SupraLinear
 from .loading import load_whole
 from .model import SupraModel, budget_table, target_layers
-from .register import register
+from .model_card import write_cards
+from .peft_compat import register
 
 register(SupraConfig, SupraModel)
 save_whole()

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..codec import NAMES, pack_layer, unpack_layer
-from ..files import flush, staged
+from ..method.atomic_files import flush, staged
 from .config import SupraConfig
+from .file_format import NAMES, pack_layer, unpack_layer
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

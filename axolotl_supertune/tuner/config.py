@@ -10,12 +10,12 @@ from typing import Any, Literal, Union
 
 from peft.config import PeftConfig
 
-from ..budget import BUDGET_SCOPES, DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
-from ..calibration import ActivationNorms
-from ..codec import VALUES_DTYPES
-from ..scores import GRADIENT_SCORES, MASK_SCORES, NORM_SCORES
-from ..support import SPARSE_DIRECTIONS, SUPPORT_SCOPES
-from .register import peft_type
+from ..method.activation_norms import ActivationNorms
+from ..method.budget import BUDGET_SCOPES, DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
+from ..method.scores import GRADIENT_SCORES, MASK_SCORES, NORM_SCORES
+from ..method.support import SPARSE_DIRECTIONS, SUPPORT_SCOPES
+from .file_format import VALUES_DTYPES
+from .peft_compat import peft_type
 
 # Of 16 records, the paper's batch, as many records as calibration has windows.
 DEFAULT_GRADIENT_BATCHES = 8

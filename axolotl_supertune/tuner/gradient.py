@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..gradients import gradient_scores
-from .choice import select_in_layer
+from ..method.gradient_scores import gradient_scores
 from .layer import SupraLayer
+from .selection import select_in_layer
 
 B = TypeVar("B")
 

@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 
 from .layer import SupraLayer
-from .undo import Before
+from .rollback import Before
 
 
 def hotswap_adapter(

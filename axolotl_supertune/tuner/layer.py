@@ -10,11 +10,11 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from ..budget import LayerBudget
+from ..engines.sharding import is_whole, shape_of
+from ..method.budget import LayerBudget
+from ..method.support import index_dtype
 from ..ops import LowRank, Sparse, merged_weight
-from ..sharded import is_whole, shape_of
-from ..support import index_dtype
-from .combine import Combined
+from .weighted_sum import Combined
 
 # An index that no layer has: room for a support that a checkpoint is still to bring.
 _NO_SUPPORT = -1

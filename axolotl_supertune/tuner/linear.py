@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..engines.sharding import gathered_weight, is_gathered, is_sharded, is_whole
 from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
-from ..ops.choice import requested, takes_sampled_products, tensor_obstacle
+from ..ops.dispatch import requested, takes_sampled_products, tensor_obstacle
+from ..ops.recomputed_weight import BlockGradient, SampledGradient, SupportGradient, transient_linear
 from ..ops.reference import check_frozen
-from ..ops.transient import BlockGradient, SampledGradient, SupportGradient, transient_linear
-from ..sharded import gathered_weight, is_gathered, is_sharded, is_whole
 from .checkpoint import unpack_whole
-from .compiled import number_of
-from .known import Known
+from .custom_op import number_of
+from .guards import Known
 from .layer import SupraLayer
 
 if TYPE_CHECKING:  # Triton may be absent
     from ..ops.fused import Group
     from ..ops.fused import Layer as KernelLayer
-    from ..ops.gathered import Gathered
-    from ..ops.inplace import Entry, Sweep
-    from .shared import SharedInput
+    from ..ops.gathered_weight import Gathered
+    from ..ops.inplace_weight import Entry, Sweep
+    from .shared_input import SharedInput
 
 
 def mixed_batch(adapter_names: Any) -> str:
@@ -236,12 +236,12 @@ class SupraLinear(nn.Module, SupraLayer):
         dtype = compute_dtype(x, base.weight)
         L, R, scaling, dropout = low_rank[0] if low_rank else (None, None, 1.0, 0.0)
         if sharded:
-            from ..ops.gathered import GatheredEntry
+            from ..ops.gathered_weight import GatheredEntry
 
             return Layer(
                 GatheredEntry(partial(self._gathered, tuple(names)), indices, scaling, dtype), base.bias, dropout
             )
-        from ..ops.inplace import Entry, Sweep
+        from ..ops.inplace_weight import Entry, Sweep
 
         operands = (base.weight, sparse[0].values if sparse else None, indices, L, R, scaling, dtype)
         if self.sweep is None:
@@ -260,7 +260,7 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def _gathered(self, names: Sequence[str]) -> "Gathered":
         """What the kernels compute with of these adapters, where weights are sharded: looked up anew, as it moves."""
-        from ..ops.gathered import Gathered
+        from ..ops.gathered_weight import Gathered
 
         weight = gathered_weight(self.base_layer, self.supra_layer)
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names)

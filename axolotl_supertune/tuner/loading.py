@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from .checkpoint import CONFIG, WEIGHTS, damaged
 from .config import SupraConfig
 from .layer import SupraLayer
-from .undo import undone_on_error
+from .rollback import undone_on_error
 
 
 def load_whole() -> None:

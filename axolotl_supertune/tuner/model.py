@@ -14,17 +14,17 @@ from peft.tuners.tuners_utils import (
 )
 from torch import Tensor, nn
 
-from .. import quantized
-from ..budget import BudgetRow, LayerBudget, budget_rows
-from .base import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization
+from ..method.budget import BudgetRow, LayerBudget, budget_rows
+from .base_model import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization, read_parameter
 from .checkpoint import is_packed, unpack_whole
-from .choice import budgets_of, supports_of
-from .combine import COMBINATION_TYPES, Combined, combine
 from .config import SupraConfig, exact_targets
+from .fusion import share_work, unshare_work
 from .layer import SupraLayer
 from .linear import SupraLinear, mixed_batch
-from .quantized import QuantizedSupraLinear
-from .shared import share_work, unshare_work
+from .quantization import bnb
+from .quantization.linear import QuantizedSupraLinear
+from .selection import budgets_of, supports_of
+from .weighted_sum import COMBINATION_TYPES, Combined, combine
 
 # Whose attributes no adapter may have the name of.
 _NAMED = nn.ParameterDict()
@@ -69,7 +69,7 @@ class SupraModel(BaseTuner):
             if isinstance(module, SupraLayer):
                 module.restore()
         check_base(model)
-        quantized.keep_exact(model)
+        bnb.keep_exact(model)
         note_quantization(model, peft_config)
         layers = _matching_layers(model, peft_config)  # none: PEFT says so, in its own words
         if not layers and any(isinstance(module, SupraLayer) for module in model.modules()):
@@ -90,7 +90,7 @@ class SupraModel(BaseTuner):
                     f"mask_score={peft_config.mask_score!r} needs activation norms: pass SupraConfig(activation_norms="
                     "calibrate(model, batches)) or a saved file, or use mask_score='magnitude'."
                 )
-            norms.check_model(model)
+            norms.check_model(model, read=read_parameter)
             peft_config.calibration = dict(norms.provenance)
         self._weight_dtype = loaded_dtype(model)
         self._supports = supports_of(layers, budgets, peft_config, self._weight_dtype)
@@ -182,9 +182,9 @@ class SupraModel(BaseTuner):
         for name, module in list(self.model.named_modules()):
             if isinstance(module, QuantizedSupraLinear):
                 self.model.set_submodule(name, module.merged_linear(adapter_names))
-            elif quantized.bits(module) and not name.endswith(".base_layer"):
-                weight = quantized.dequantized(module, quantized.weight_dtype(module, self._weight_dtype))
-                self.model.set_submodule(name, quantized.dense(module, weight))
+            elif bnb.bits(module) and not name.endswith(".base_layer"):
+                weight = bnb.dequantized(module, bnb.weight_dtype(module, self._weight_dtype))
+                self.model.set_submodule(name, bnb.dense(module, weight))
         quantizer = getattr(self.model, "hf_quantizer", None)
         if quantizer is not None:
             quantizer.remove_quantization_config(self.model)
@@ -337,7 +337,7 @@ class SupraModel(BaseTuner):
         _check_supported(target, current_key)
         layer: Any = target
         if not isinstance(target, SupraLinear):
-            is_quantized = quantized.bits(target) is not None
+            is_quantized = bnb.bits(target) is not None
             layer = (
                 QuantizedSupraLinear(target, current_key, self._weight_dtype)
                 if is_quantized
@@ -490,10 +490,10 @@ def _check_supported(module: nn.Module, name: str) -> None:
         )
     if not isinstance(base, nn.Linear):
         raise TypeError(f"{name}: SUPRA adapts torch.nn.Linear, not {kind}; take it out of target_modules.")
-    is_quantized = quantized.bits(base) is not None
+    is_quantized = bnb.bits(base) is not None
     if not is_quantized and base.weight.dtype not in DTYPES:
         raise TypeError(f"{name}: the layer is quantized ({kind}, weight {base.weight.dtype}). {REMEDY}")
-    reason = quantized.obstacle(base) if is_quantized else None
+    reason = bnb.obstacle(base) if is_quantized else None
     if reason:
         pass
     elif isinstance(base, nn.modules.linear.NonDynamicallyQuantizableLinear):

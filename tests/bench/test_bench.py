@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from axolotl_supertune.bench import command, job, report, worker
+from axolotl_supertune.bench import job, report, run, worker
 from axolotl_supertune.bench.methods import PaperLinear
 from axolotl_supertune.ops import Sparse, sparse_linear
 
@@ -49,11 +49,11 @@ def rows():
 @pytest.fixture
 def measured(monkeypatch, rows):
     """The command with measurements of this process: what is tested is what it makes of them."""
-    monkeypatch.setattr(command, "_measure", lambda wanted: dict(rows(wanted.method)))
+    monkeypatch.setattr(run, "_measure", lambda wanted: dict(rows(wanted.method)))
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(command.bench, [str(each) for each in arguments])
+    return CliRunner().invoke(run.bench, [str(each) for each in arguments])
 
 
 @pytest.mark.parametrize("method", methods())
@@ -164,8 +164,8 @@ def test_each_method_has_a_process_and_one_that_fails_is_a_row_and_an_exit_code(
 
 
 def test_a_worker_that_dies_is_a_row(monkeypatch):
-    monkeypatch.setattr(command.sys, "executable", "false")
-    row = command._measure(TINY)
+    monkeypatch.setattr(run.sys, "executable", "false")
+    row = run._measure(TINY)
     assert (row["method"], row["status"]) == ("floor", "failed")
     assert "code 1" in row["note"]
 
@@ -202,7 +202,7 @@ def test_a_yaml_gives_shape_and_settings(tmp_path):
         "sequence_len: 11\nattn_implementation: eager\ngradient_checkpointing: true\nsample_packing: true\n"
         "torch_compile: false\nliger_rms_norm: true\n"
     )
-    made = command._job(str(path), "cpu", {"batch_size": 2})
+    made = run._job(str(path), "cpu", {"batch_size": 2})
     assert (made.r0, made.supra_lambda, made.lora_dropout, made.sequence_len) == (4, 0.5, 0, 11)
     assert (made.batch_size, made.attn_implementation, made.warmup) == (2, "eager", 5)
     assert made.gradient_checkpointing is True
@@ -233,7 +233,7 @@ def test_a_yaml_whose_base_model_is_on_the_hub_is_refused(tmp_path):
 
 
 def test_a_profile_is_a_table_of_operators(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_measure", worker.measure)
+    monkeypatch.setattr(run, "_measure", worker.measure)
     result = invoke("--profile", "paper", *SMALL, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     assert "aten::index_add" in (tmp_path / "profile_paper.txt").read_text()

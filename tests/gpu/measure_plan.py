@@ -108,8 +108,8 @@ def settings_of(case, base, vocabulary, folder):
 
 def planned(mapping, gpus=1):
     """GiB at the peak of training of one GPU, as the command says."""
-    from axolotl_supertune.memory import GIB
-    from axolotl_supertune.plan import make
+    from axolotl_supertune.plugin.plan.memory import GIB
+    from axolotl_supertune.plugin.plan.plan import make
 
     found = make(mapping, gpus=gpus)
     if found.estimate is None:

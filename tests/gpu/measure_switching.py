@@ -28,7 +28,7 @@ from peft.utils.hotswap import hotswap_adapter as peft_hotswap_adapter
 from axolotl_supertune import SupraConfig, hotswap_adapter
 from axolotl_supertune.bench.job import SHAPES, Job
 from axolotl_supertune.bench.worker import build_model
-from axolotl_supertune.calibration import default_layers
+from axolotl_supertune.method.calibration import default_layers
 
 METHODS = ("super", "supra", "lora", "shira")
 NAMES = ("first", "second")

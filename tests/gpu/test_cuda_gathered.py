@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.ops import effective_weight
-from axolotl_supertune.ops.gathered import GatheredEntry
+from axolotl_supertune.ops.gathered_weight import GatheredEntry
 
 C, B, TOKENS = 4096, 2048, 512
 MIB = 2**20

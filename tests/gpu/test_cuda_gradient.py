@@ -9,8 +9,8 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.gradients import gradient_scores
-from axolotl_supertune.support import select_support
+from axolotl_supertune.method.gradient_scores import gradient_scores
+from axolotl_supertune.method.support import select_support
 from axolotl_supertune.tuner.gradient import choose_supports, sparse_layers
 
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axolotl_supertune import SupraConfig, calibrate
 from axolotl_supertune.bench.job import Job
-from axolotl_supertune.ops.transient import BlockGradient, SampledGradient
-from axolotl_supertune.tuner.quantized import QuantizedSupraLinear
+from axolotl_supertune.ops.recomputed_weight import BlockGradient, SampledGradient
+from axolotl_supertune.tuner.quantization.linear import QuantizedSupraLinear
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 NF4 |= {"bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_quant_storage": torch.bfloat16}

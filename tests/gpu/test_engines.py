@@ -251,7 +251,7 @@ def test_what_an_engine_saved_merges_and_loads(whole, engine, write):
 
 def test_streamed_calibration_has_one_layer_on_the_device(tiny_llama):
     from axolotl_supertune import calibrate
-    from axolotl_supertune.layer_by_layer import streamed
+    from axolotl_supertune.method.layerwise import streamed
 
     changes = {"num_hidden_layers": 16, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
     model = tiny_llama(dtype=torch.bfloat16, **changes)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from axolotl_supertune.grid.command import visible_gpus
 from axolotl_supertune.grid.jobs import Places
-from axolotl_supertune.grid.runs import read_runs, read_scores
+from axolotl_supertune.grid.records import read_runs, read_scores
 from axolotl_supertune.grid.sweep import Sweep
 
 PACKAGE = Path(__file__).parents[2]

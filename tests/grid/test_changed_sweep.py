@@ -8,10 +8,10 @@ import pytest
 import yaml
 from grid_cases import MAGNITUDE
 
-from axolotl_supertune.grid.contents import Contents, data_paths, digest
-from axolotl_supertune.grid.grid import GridError
+from axolotl_supertune.grid.config import GridError
+from axolotl_supertune.grid.digests import Contents, data_paths, digest
 from axolotl_supertune.grid.jobs import Places, Signalled
-from axolotl_supertune.grid.runs import Run, read_run, read_runs, read_scores
+from axolotl_supertune.grid.records import Run, read_run, read_runs, read_scores
 from axolotl_supertune.grid.sweep import Sweep
 
 RUNS = Path("runs")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from axolotl_supertune.grid.grid import read_grid
+from axolotl_supertune.grid.config import read_grid
 from axolotl_supertune.grid.jobs import Places
-from axolotl_supertune.grid.present import Present
-from axolotl_supertune.grid.runs import RunKey
+from axolotl_supertune.grid.records import RunKey
+from axolotl_supertune.grid.state import Present
 from axolotl_supertune.grid.sweep import Sweep
 
 PAPER = Path(__file__).parents[2] / "examples" / "paper"

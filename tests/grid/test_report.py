@@ -24,9 +24,7 @@ from grid_records import SETUP, grid, make_run, make_scores, save_records
 from axolotl_supertune.grid.comparisons import METRICS, accuracies
 from axolotl_supertune.grid.figures import figures
 from axolotl_supertune.grid.findings import find
-from axolotl_supertune.grid.present import Present
-from axolotl_supertune.grid.report import FIGURES, TABLES, report
-from axolotl_supertune.grid.runs import (
+from axolotl_supertune.grid.records import (
     SCORES_FILE,
     BenchmarkScores,
     Run,
@@ -36,6 +34,8 @@ from axolotl_supertune.grid.runs import (
     read_runs,
     read_scores,
 )
+from axolotl_supertune.grid.report import FIGURES, TABLES, report
+from axolotl_supertune.grid.state import Present
 from axolotl_supertune.grid.statistics import Interval, holm
 from axolotl_supertune.grid.tables import latex, tables
 

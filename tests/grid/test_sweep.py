@@ -17,11 +17,11 @@ from click.testing import CliRunner
 from filelock import FileLock
 from grid_cases import MAGNITUDE
 
-from axolotl_supertune.cli import supertune
+from axolotl_supertune.commands.cli import supertune
 from axolotl_supertune.grid.command import visible_gpus
-from axolotl_supertune.grid.grid import GridError
+from axolotl_supertune.grid.config import GridError
 from axolotl_supertune.grid.jobs import OutOfTime, Places, Signalled
-from axolotl_supertune.grid.runs import read_runs, read_scores
+from axolotl_supertune.grid.records import read_runs, read_scores
 from axolotl_supertune.grid.sweep import Sweep
 
 RUNS = Path("runs")

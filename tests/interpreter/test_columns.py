@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from axolotl_supertune.ops.fused import GatedMLP, Group, Layer, gated_mlp, linear_group
-from axolotl_supertune.ops.inplace import Entry, Sweep
+from axolotl_supertune.ops.inplace_weight import Entry, Sweep
 from axolotl_supertune.ops.kernels import few_columns, make_plan
 
 

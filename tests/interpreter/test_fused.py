@@ -19,7 +19,7 @@ from kernel_cases import (
 
 from axolotl_supertune.ops import effective_weight, fused, kernels, sparse_linear
 from axolotl_supertune.ops.fused import GatedMLP, Group, gated_mlp, linear_group
-from axolotl_supertune.ops.inplace import Entry, Sweep
+from axolotl_supertune.ops.inplace_weight import Entry, Sweep
 
 B = 10
 # Output sizes on both sides of B: the sampled product is taken by row and by column.

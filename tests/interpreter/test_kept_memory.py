@@ -6,9 +6,9 @@ from allocated import kept_bytes
 from peft import get_peft_model
 
 from axolotl_supertune import SupraConfig, budget_table
-from axolotl_supertune.job import Step
-from axolotl_supertune.memory import activation_bytes
-from axolotl_supertune.planned_job import shape_of
+from axolotl_supertune.plugin.plan.from_yaml import shape_of
+from axolotl_supertune.plugin.plan.memory import activation_bytes
+from axolotl_supertune.plugin.plan.workload import Step
 
 
 @pytest.mark.parametrize("supra_lambda", [0, 0.8])

@@ -16,7 +16,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import choice, effective_weight, sparse_linear
+from axolotl_supertune.ops import dispatch, effective_weight, sparse_linear
 from axolotl_supertune.tuner import SupraLinear
 
 # One layer with few enough entries in its supports that the interpreter computes a step in a second.
@@ -36,12 +36,12 @@ def plain(tiny_llama):
 
 @contextmanager
 def computed_by(kind):
-    before = os.environ[choice.VARIABLE]
-    os.environ[choice.VARIABLE] = kind
+    before = os.environ[dispatch.VARIABLE]
+    os.environ[dispatch.VARIABLE] = kind
     try:
         yield
     finally:
-        os.environ[choice.VARIABLE] = before
+        os.environ[dispatch.VARIABLE] = before
 
 
 def config(**changes):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import SUPPORTS, make_support, relative_error
 
-from axolotl_supertune.ops import Sparse, effective_weight, kernels, writing
+from axolotl_supertune.ops import Sparse, effective_weight, kernels, write_kernels
 
 CPU = torch.device("cpu")
 # One token; more than the padding; more than one span of a sum.
@@ -365,14 +365,14 @@ def test_write_table_rounds_every_layer_once_and_touches_only_supports(dtype):
         for weight, value, indices in zip(weights, values, supports, strict=True)
     ]
     saved = [weight.view(-1)[indices.long()] for weight, indices in zip(weights, supports, strict=True)]
-    table = writing.write_table(list(zip(weights, supports, values, saved, strict=True)))
+    table = write_kernels.write_table(list(zip(weights, supports, values, saved, strict=True)))
     for _ in range(2):  # from `saved`, not from what is there: twice is once
-        writing.write_supports(table)
+        write_kernels.write_supports(table)
         for weight, one in zip(weights, expected, strict=True):
             assert torch.equal(weight, one)
     for value in values:
         value.zero_()
-    writing.write_supports(table)
+    write_kernels.write_supports(table)
     for at, weight in enumerate(weights):
         assert torch.equal(weight, draw(*shapes[at], seed=at, dtype=dtype))
 
@@ -380,7 +380,7 @@ def test_write_table_rounds_every_layer_once_and_touches_only_supports(dtype):
 def test_write_table_of_nothing():
     weight = draw(4, 3)
     nothing = torch.empty(0)
-    writing.write_supports(writing.write_table([(weight, nothing.int(), nothing, nothing)]))
+    write_kernels.write_supports(write_kernels.write_table([(weight, nothing.int(), nothing, nothing)]))
     assert torch.equal(weight, draw(4, 3))
 
 
@@ -389,7 +389,7 @@ def test_pack_table_scales_transposes_and_fills_up_with_zeros(dtype):
     L, R, other = draw(300, 3), draw(3, 7, seed=1), draw(16, 5, seed=2)
     factors = [(L.t(), 2.5, (16, 300)), (R, 1.0, (16, 7)), (other, -1.0, (16, 5))]
     factors = [(factor, scale, torch.empty(shape, dtype=dtype)) for factor, scale, shape in factors]
-    writing.pack_factors(writing.pack_table(factors))
+    write_kernels.pack_factors(write_kernels.pack_table(factors))
     for factor, scale, copy in factors:
         rank = factor.shape[0]
         assert torch.equal(copy[:rank], rounded((factor * scale).contiguous(), dtype))

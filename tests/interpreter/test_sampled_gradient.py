@@ -11,8 +11,8 @@ from peft import get_peft_model
 from torch import nn
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import Sparse, choice, kernels
-from axolotl_supertune.ops.transient import BlockGradient, SampledGradient, transient_linear
+from axolotl_supertune.ops import Sparse, dispatch, kernels
+from axolotl_supertune.ops.recomputed_weight import BlockGradient, SampledGradient, transient_linear
 
 SHAPES = [(16, 9), (9, 16), (2, 2), (33, 70)]
 
@@ -63,7 +63,7 @@ def test_the_whole_layer_and_the_choice():
     x, dy = operands(16, 9, 6)
     x.requires_grad_()
     weight = torch.randn(16, 9, generator=torch.Generator().manual_seed(5))
-    assert choice.takes_sampled_products(x, torch.float32, (16, 9), layer="q_proj")
+    assert dispatch.takes_sampled_products(x, torch.float32, (16, 9), layer="q_proj")
     found = []
     for kind in (SampledGradient, BlockGradient):
         gradient = kind(indices, (16, 9))
@@ -88,7 +88,7 @@ def test_a_quantized_layer_takes_them_alone(kind, supra_lambda, monkeypatch):
     leaves = [x, *(each for each in layer.parameters() if each.requires_grad)]
     found = []
     for asked, gradient in (("triton", SampledGradient), ("reference", BlockGradient)):
-        monkeypatch.setenv(choice.VARIABLE, asked)
+        monkeypatch.setenv(dispatch.VARIABLE, asked)
         y = layer(x)
         found.append([y, *torch.autograd.grad(y, leaves, dy)])
         assert type(layer._gradients["default"][1]) is gradient

@@ -13,7 +13,7 @@ from peft import get_peft_model
 from torch import nn
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import choice, inplace, kernels, writing
+from axolotl_supertune.ops import dispatch, inplace_weight, kernels, write_kernels
 from axolotl_supertune.tuner import SupraLinear
 
 TINY = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
@@ -41,7 +41,7 @@ def logits(model, ids, monkeypatch):
 
     def logits(by="triton"):
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setenv(choice.VARIABLE, by)
+            patch.setenv(dispatch.VARIABLE, by)
             return model(ids).logits
 
     return logits
@@ -77,10 +77,10 @@ def test_a_switch_is_a_launch_each_way_and_makes_nothing_anew(used, logits, monk
         monkeypatch.setattr(owner, name, lambda *args, **more: calls.append(name) or real(*args, **more))
 
     for name in ("write_supports", "restore_supports", "pack_factors", "write_table", "pack_table"):
-        note(writing, name)
+        note(write_kernels, name)
     note(kernels, "make_plan")
-    note(inplace.Entry, "__init__")
-    note(inplace.Entry, "_write_alone")
+    note(inplace_weight.Entry, "__init__")
+    note(inplace_weight.Entry, "_write_alone")
     for name in NAMES * 2:
         calls.clear()
         switched(used, name)

@@ -9,7 +9,7 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl_supertune import SupraConfig, budget_table
-from axolotl_supertune.budget import BudgetError, density_budgets, exact_fraction, hybrid_split, layer_budget
+from axolotl_supertune.method.budget import BudgetError, density_budgets, exact_fraction, hybrid_split, layer_budget
 
 LAMBDAS = [0, 0.3, 0.5, 0.8, 1]
 

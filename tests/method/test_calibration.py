@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from axolotl_supertune import ActivationNorms, SupraConfig, calibrate
-from axolotl_supertune.calibration import default_layers, model_fingerprint
-from axolotl_supertune.files import whole_file
+from axolotl_supertune.method.activation_norms import model_fingerprint
+from axolotl_supertune.method.atomic_files import whole_file
+from axolotl_supertune.method.calibration import default_layers
 
 
 def run(model, batches, **kwargs):
@@ -368,7 +369,7 @@ def test_safetensors_of_something_else_is_refused(tmp_path, metadata):
 def test_file_of_a_later_version_is_refused(norms, tmp_path, monkeypatch):
     path = tmp_path / "norms.safetensors"
     with monkeypatch.context() as later:
-        later.setattr("axolotl_supertune.calibration.FORMAT_VERSION", 99)
+        later.setattr("axolotl_supertune.method.activation_norms.FORMAT_VERSION", 99)
         norms.save(path)
     with pytest.raises(ValueError, match="has version 99 of its format"):
         ActivationNorms.load(path)
@@ -462,7 +463,7 @@ def test_whole_file_shows_the_name_only_when_it_is_complete(tmp_path):
 def saves_for_ever(folder):
     """A process that writes a file there and is not done with it."""
     code = (
-        "import sys, time; from axolotl_supertune.files import whole_file\n"
+        "import sys, time; from axolotl_supertune.method.atomic_files import whole_file\n"
         "with whole_file(sys.argv[1]) as path: path.write_bytes(b'half'); print('ready', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder / "file")], stdout=subprocess.PIPE, text=True)

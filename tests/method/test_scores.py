@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from axolotl_supertune.scores import (
+from axolotl_supertune.method.scores import (
     activation_rows,
     activation_score,
     check_weight,

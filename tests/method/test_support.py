@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import axolotl_supertune.support
-from axolotl_supertune import support
-from axolotl_supertune.budget import hybrid_split
-from axolotl_supertune.scores import magnitude_score, score_rows, wanda_score
-from axolotl_supertune.support import (
+import axolotl_supertune.method.support
+from axolotl_supertune.method import support
+from axolotl_supertune.method.budget import hybrid_split
+from axolotl_supertune.method.scores import magnitude_score, score_rows, wanda_score
+from axolotl_supertune.method.support import (
     index_dtype,
     random_rows_support,
     random_support,
@@ -66,7 +66,7 @@ def small_blocks(request, monkeypatch):
 
 def set_sizes(monkeypatch, block, few, digit):
     for name, value in (("_BLOCK", block), ("_BLOCK_CPU", block), ("_FEW", few), ("_DIGIT", digit)):
-        monkeypatch.setattr(axolotl_supertune.support, name, value)
+        monkeypatch.setattr(axolotl_supertune.method.support, name, value)
 
 
 @pytest.mark.parametrize(

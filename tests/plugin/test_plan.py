@@ -12,9 +12,11 @@ from axolotl.utils.dict import DictDefault
 from click.testing import CliRunner
 from transformers import LlamaConfig
 
-from axolotl_supertune import ActivationNorms, calibrate, cli, plan
-from axolotl_supertune.memory import GIB
-from axolotl_supertune.planned_job import engine_of
+from axolotl_supertune import ActivationNorms, calibrate
+from axolotl_supertune.commands import cli
+from axolotl_supertune.plugin.plan import plan
+from axolotl_supertune.plugin.plan.from_yaml import engine_of
+from axolotl_supertune.plugin.plan.memory import GIB
 
 LLAMA_70B = {
     "hidden_size": 8192,
@@ -64,7 +66,7 @@ def test_the_table_is_the_one_that_training_logs(settings, train, run, monkeypat
     assert planned.exit_code == 0, planned.output
     logged = []
     with monkeypatch.context() as patch:
-        patch.setattr("axolotl_supertune.plugin.LOG.info", lambda message, *args: logged.append(message % args))
+        patch.setattr("axolotl_supertune.plugin.plugin.LOG.info", lambda message, *args: logged.append(message % args))
         trainer = train(mapping)
     # Line by line: a console that is wider puts spaces behind the title.
     table = [line.rstrip() for line in planned.output.splitlines()]
@@ -440,7 +442,8 @@ def test_the_config_is_left_as_it_is(settings):
 
 
 def test_help_waits_for_no_torch():
-    code = "import sys, axolotl_supertune.plan; sys.exit(bool({'torch', 'axolotl', 'transformers'} & set(sys.modules)))"
+    heavy = "{'torch', 'axolotl', 'transformers'}"
+    code = f"import sys, axolotl_supertune.plugin.plan.plan; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,11 +11,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from axolotl_supertune.checks import prepare
-from axolotl_supertune.cli import model_arguments
-from axolotl_supertune.export import CannotExport, export_adapter
+from axolotl_supertune.commands.cli import model_arguments
+from axolotl_supertune.plugin.validation import prepare
 from axolotl_supertune.tuner import read_adapter
-from axolotl_supertune.tuner.quantized import QuantizedSupraLinear
+from axolotl_supertune.tuner.export import CannotExport, export_adapter
+from axolotl_supertune.tuner.quantization.linear import QuantizedSupraLinear
 
 PROMPTS = torch.randint(3, 400, (2, 17), generator=torch.Generator().manual_seed(1))
 

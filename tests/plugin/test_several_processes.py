@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from axolotl_supertune import ActivationNorms, SupraConfig
-from axolotl_supertune.processes import Processes
-from axolotl_supertune.trained import adapter_tensors, check_resume, check_same_everywhere, check_saved
+from axolotl_supertune.engines.processes import Processes
+from axolotl_supertune.plugin.resume import check_resume
+from axolotl_supertune.plugin.verify import adapter_tensors, check_same_everywhere, check_saved
 from axolotl_supertune.tuner import read_adapter
 
 PACKAGE = Path(__file__).parents[2]
@@ -406,7 +407,7 @@ def test_zero_3_in_bf16_calibrates_and_trains_as_one_process(even_settings, trai
 
 
 CASTS = """
-import axolotl_supertune.plugin as plugin
+import axolotl_supertune.plugin.plugin as plugin
 plugin._keep_fp32 = lambda trainer: None
 """
 
@@ -418,9 +419,9 @@ def test_an_adapter_that_deepspeed_has_cast_stops_the_run(even_settings, launch_
 
 
 FAILS = """
-import axolotl_supertune.new_adapter as new_adapter
+import axolotl_supertune.plugin.calibrate as calibrate
 def fail(*args, **kwargs): raise MemoryError("no memory on this card")
-if os.environ["RANK"] == "1": new_adapter.calibrate = fail
+if os.environ["RANK"] == "1": calibrate.calibrate = fail
 """
 
 
@@ -483,8 +484,8 @@ def test_unequal_supports_are_an_error_that_names_the_layer(adapted):
 def test_supports_of_a_model_on_the_cpu_are_chosen_on_the_process_s_gpu(base, monkeypatch, device, weights, chosen_on):
     from axolotl.utils.dict import DictDefault
 
-    from axolotl_supertune import new_adapter
-    from axolotl_supertune.checks import prepare
+    from axolotl_supertune.plugin import create
+    from axolotl_supertune.plugin.validation import prepare
 
     class Seen(Exception):
         pass
@@ -492,13 +493,13 @@ def test_supports_of_a_model_on_the_cpu_are_chosen_on_the_process_s_gpu(base, mo
     def get_peft_model(model, config):
         raise Seen(config.support_device)
 
-    monkeypatch.setattr(new_adapter, "get_peft_model", get_peft_model)
+    monkeypatch.setattr(create, "get_peft_model", get_peft_model)
     cfg = DictDefault({"adapter": "supra", "mask_score": "magnitude", "seed": 0, "lora_target_linear": True})
     prepare(cfg, cfg.keys())
     cfg.device = device
     model = AutoModelForCausalLM.from_pretrained(base).to(weights)
     with pytest.raises(Seen) as seen:
-        new_adapter.make_adapter(model, cfg, Processes(1.0, ""), pytest.fail)
+        create.make_adapter(model, cfg, Processes(1.0, ""), pytest.fail)
     assert seen.value.args == (chosen_on,)
 
 

@@ -113,8 +113,8 @@ def test_stop_and_resume_equals_not_stopping(settings, train, tmp_path, monkeypa
     def no_calibration(*args, **kwargs):
         raise AssertionError("a resumed run calibrates again")
 
-    monkeypatch.setattr("axolotl_supertune.new_adapter.calibrate", no_calibration)
-    monkeypatch.setattr("axolotl_supertune.new_adapter.calibration_windows", no_calibration)
+    monkeypatch.setattr("axolotl_supertune.plugin.calibrate.calibrate", no_calibration)
+    monkeypatch.setattr("axolotl_supertune.plugin.calibrate.calibration_windows", no_calibration)
     resumed = train({**stopped, "auto_resume_from_checkpoints": True})
     assert_equal_tensors(adapter_of(whole), adapter_of(stopped))
     assert losses(resumed) == losses(uninterrupted)
@@ -326,7 +326,7 @@ def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(settings, tra
         evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
     assert norms.stat().st_mtime_ns == written, "a refused evaluation calibrated"
     with monkeypatch.context() as patch:
-        patch.setattr("axolotl_supertune.plugin._is_evaluation", lambda: False)
+        patch.setattr("axolotl_supertune.plugin.plugin._is_evaluation", lambda: False)
         with pytest.raises(ValueError, match="untrained adapter"):  # the second line of defence
             evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
     cfg = load(mapping, lora_model_dir=mapping["output_dir"])
@@ -477,7 +477,7 @@ def test_saved_norms_are_used_again_and_refused_for_another_model(settings, trai
     first = settings(output_dir=str(tmp_path / "first"))
     train(first)
     path = str(tmp_path / "first" / "activation_norms.safetensors")
-    monkeypatch.setattr("axolotl_supertune.new_adapter.calibrate", None)
+    monkeypatch.setattr("axolotl_supertune.plugin.calibrate.calibrate", None)
     again = settings(output_dir=str(tmp_path / "again"), calibration_dataset=None, calibration_path=path)
     train(again)
     assert_equal_tensors(adapter_of(first), adapter_of(again))
@@ -516,7 +516,9 @@ def test_training_goes_on_from_lora_model_dir(settings, train, tmp_path):
 
 def test_the_table_at_start_has_the_exact_total(settings, train, monkeypatch):
     logged = []
-    monkeypatch.setattr("axolotl_supertune.plugin.LOG.info", lambda message, *args: logged.append(message % args))
+    monkeypatch.setattr(
+        "axolotl_supertune.plugin.plugin.LOG.info", lambda message, *args: logged.append(message % args)
+    )
     trainer = train(settings(max_steps=1, eval_steps=None))
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     table = "\n".join(logged)

@@ -14,9 +14,8 @@ import pytest
 from click.testing import CliRunner
 from places import DATA, GSM8K, MATH
 
-from axolotl_supertune.tasks import contamination as module
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS, load_benchmark
-from axolotl_supertune.tasks.contamination import (
+from axolotl_supertune.tasks.contamination.contamination import (
     clean_indices,
     contamination,
     contamination_report,
@@ -25,6 +24,7 @@ from axolotl_supertune.tasks.contamination import (
     words,
     write_report,
 )
+from axolotl_supertune.tasks.contamination.contamination import contamination as module
 
 
 @pytest.fixture(autouse=True)

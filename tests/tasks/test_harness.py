@@ -11,10 +11,10 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from axolotl_supertune.prompt import alpaca_prompt
 from axolotl_supertune.tasks import TASK_FOLDER
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS
 from axolotl_supertune.tasks.perplexity import gold_records
+from axolotl_supertune.tasks.prompt import alpaca_prompt
 from axolotl_supertune.tasks.scoring import extract, load, prompt, score
 
 NAMES = [f"supertune_{benchmark.suffix}" for benchmark in BENCHMARKS.values()]
@@ -130,7 +130,7 @@ def evaluate(tasks, base, **more):
 
 def test_the_group_is_the_unweighted_mean_of_six(tiny_base, tmp_path):
     report = tmp_path / "report.json"
-    from axolotl_supertune.tasks.contamination import contamination_report, write_report
+    from axolotl_supertune.tasks.contamination.contamination import contamination_report, write_report
 
     training = tmp_path / "train.jsonl"
     first = load("AddSub")["test"][0]["instruction"]
@@ -180,7 +180,7 @@ def test_perplexity_takes_right_records_only_and_120_at_most(name):
 
 
 def test_the_eval_command_scores_an_adapter(tiny_base, tiny_adapter, tmp_path):
-    from axolotl_supertune.cli import supertune
+    from axolotl_supertune.commands.cli import supertune
 
     config = tmp_path / "run.yml"
     config.write_text(f"base_model: {tiny_base}\noutput_dir: {tmp_path}/none\n")

@@ -61,7 +61,7 @@ def make(folder):
     from peft import get_peft_model
 
     from axolotl_supertune import SupraConfig
-    from axolotl_supertune.cli import supertune
+    from axolotl_supertune.commands.cli import supertune
 
     make_base().save_pretrained(folder / "base")
     for name, supra_lambda in (("super", 0.0), ("supra", 0.5)):

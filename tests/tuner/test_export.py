@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.export import CannotExport, as_lora, export, export_adapter
 from axolotl_supertune.tuner import SupraLayer
-from axolotl_supertune.tuner.card import note_training
+from axolotl_supertune.tuner.export import CannotExport, as_lora, export, export_adapter
+from axolotl_supertune.tuner.model_card import note_training
 
 IDS = torch.arange(1, 24).view(1, -1)
 
@@ -165,7 +165,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(make, tmp_path, monkeyp
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(FileExistsError, match="exists already"):
         export_adapter(adapter, "merged", tmp_path / "out")
-    monkeypatch.setattr("axolotl_supertune.export._save_adapter", lambda *_: 1 / 0)
+    monkeypatch.setattr("axolotl_supertune.tuner.export._save_adapter", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_adapter(adapter, "lora+base", tmp_path / "other")
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "out"}

@@ -6,7 +6,7 @@ from peft import PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.support import select_support
+from axolotl_supertune.method.support import select_support
 from axolotl_supertune.tuner.gradient import choose_supports, hold_values, sparse_layers
 
 IDS = torch.randint(3, 64, (4, 2, 12), generator=torch.Generator().manual_seed(1))

@@ -15,8 +15,8 @@ from peft import PeftModel, get_peft_model
 
 import axolotl_supertune
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.inspection import _where, inspect, layer_reports
 from axolotl_supertune.tuner import SupraLayer, read_adapter
+from axolotl_supertune.tuner.inspection import _where, inspect, layer_reports
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ main()
 @pytest.mark.parametrize("command", ["inspect", "overlap"])
 def test_json_is_all_that_is_on_stdout(make, command):
     folder, _ = make(supra_lambda=0.5)
-    hook = Path(axolotl_supertune.__file__).parent / "_autoload" / "_axolotl_supertune_autoload.py"
+    hook = Path(axolotl_supertune.__file__).parent / "plugin" / "autoload" / "_axolotl_supertune_autoload.py"
     folders = [folder] if command == "inspect" else [folder, shutil.copytree(folder, folder.parent / "copy")]
     arguments = [hook, "supertune", command, *folders, "--json"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as in containers

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from axolotl_supertune import SupraConfig, calibrate
-from axolotl_supertune.overlap import POOLED, Overlap, Support, overlap, overlaps, short_names
+from axolotl_supertune.tuner.overlap import POOLED, Overlap, Support, overlap, overlaps, short_names
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from peft import PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl_supertune import SupraConfig, budget_table, calibrate
-from axolotl_supertune.budget import density_budgets
-from axolotl_supertune.support import row_counts, select_support
+from axolotl_supertune.method.budget import density_budgets
+from axolotl_supertune.method.support import row_counts, select_support
 from axolotl_supertune.tuner.gradient import sparse_layers
 from axolotl_supertune.tuner.model import layer_budgets
 

@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraModel
 
 from axolotl_supertune import SupraConfig, SupraModel, hotswap_adapter
 from axolotl_supertune.tuner import SupraLayer
-from axolotl_supertune.tuner.combine import combine
 from axolotl_supertune.tuner.config import exact_targets
+from axolotl_supertune.tuner.weighted_sum import combine
 
 KNOBS = {"mask_score": "magnitude", "task_type": "CAUSAL_LM", "init_weights": False, "lora_dropout": 0}
 

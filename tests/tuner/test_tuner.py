@@ -14,10 +14,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from axolotl_supertune import SupraConfig, budget_table, calibrate
-from axolotl_supertune.budget import BudgetError
-from axolotl_supertune.scores import wanda_score
-from axolotl_supertune.support import random_support, select_support
-from axolotl_supertune.tuner import SupraLayer, SupraLinear, choice, read_adapter
+from axolotl_supertune.method.budget import BudgetError
+from axolotl_supertune.method.scores import wanda_score
+from axolotl_supertune.method.support import random_support, select_support
+from axolotl_supertune.tuner import SupraLayer, SupraLinear, read_adapter, selection
 from axolotl_supertune.tuner.model import layer_budgets, target_layers
 
 LAMBDAS = [0, 0.3, 0.5, 0.8, 1]
@@ -149,7 +149,7 @@ def test_random_support_does_not_depend_on_the_other_target_layers(tiny_llama):
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("meta")])
 def test_supports_are_chosen_on_the_device_asked_for_one_layer_there_at_a_time(llama, norms, monkeypatch, device):
     seen, there = [], []
-    score = choice.score_rows
+    score = selection.score_rows
 
     def score_rows(weight, activation_norm, *, layer):
         assert not any(each() is not None for each in there), "the layer before is still there"
@@ -159,7 +159,7 @@ def test_supports_are_chosen_on_the_device_asked_for_one_layer_there_at_a_time(l
         real = llama.get_submodule(layer).weight  # of a meta tensor nothing can be read
         return score(real if weight.is_meta else weight, activation_norm, layer=layer)
 
-    monkeypatch.setattr(choice, "score_rows", score_rows)
+    monkeypatch.setattr(selection, "score_rows", score_rows)
     expected = supports(get_peft_model(copy.deepcopy(llama), config(mask_score="wanda", activation_norms=norms)))
     seen.clear()
     asked = config(mask_score="wanda", activation_norms=norms, support_device=device)
@@ -374,7 +374,7 @@ def test_support_is_loaded_never_chosen_again(tiny_llama, norms, tmp_path, monke
         raise AssertionError("a support was chosen at load")
 
     for chooser in ("select_by_rows", "random_support", "score_rows"):
-        monkeypatch.setattr(f"axolotl_supertune.tuner.choice.{chooser}", refuse)
+        monkeypatch.setattr(f"axolotl_supertune.tuner.selection.{chooser}", refuse)
     loaded = PeftModel.from_pretrained(tiny_llama(seed=0), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
     assert_same(supports(loaded), supports(model))
     assert {indices.dtype for indices in supports(loaded).values()} == {torch.int32}
@@ -868,7 +868,7 @@ def test_nan_weight_names_the_layer(llama, norms, mask_score):
     with torch.no_grad():
         llama.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
     unchecked = copy.copy(norms)
-    unchecked.check_model = lambda model: None
+    unchecked.check_model = lambda model, read: None
     knobs = {"mask_score": mask_score, "activation_norms": unchecked}
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj: its weight hold 1 NaN"):
         get_peft_model(llama, config(**knobs))
@@ -984,7 +984,7 @@ import axolotl_supertune
 heavy = {"torch", "peft", "axolotl", "transformers", "datasets", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 assert "SupraConfig" in dir(axolotl_supertune)
-import axolotl_supertune.budget
+import axolotl_supertune.method.budget
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,339 @@
+"""The effective weight W + M⊙U kept in the base weight itself, W's own bits beside it, for all layers in one launch.
+
+Writing s entries takes microseconds where a second copy of the weight takes its memory and two passes over it. The
+price is that a base weight is not itself while an adapter is written in: whoever reads it must `restore` first, and
+what is restored are the very bits that were there.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import kernels, write_kernels
+from .kernels import Plan
+
+
+class Entry:
+    """One layer with one adapter: what is written into its weight, and the copies of L and R that the kernels read.
+
+    Args:
+        weight: (c, b), contiguous, not trained.
+        values, indices: U (s,) and its support, or None.
+        L, R: (c, r), (r, b), or None; γ = `scaling`.
+        dtype: what the layer computes in; the copies of L and R are of it, γ multiplied into L.
+    """
+
+    # What is written stays until it is restored, from forward to forward; see `gathered` for weights that do not.
+    stays = True
+
+    def __init__(
+        self,
+        weight: Tensor,
+        values: Tensor | None,
+        indices: Tensor | None,
+        L: Tensor | None,
+        R: Tensor | None,
+        scaling: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.weight, self.values, self.indices = weight, values, indices
+        self.L, self.R, self.scaling, self.dtype = L, R, scaling, dtype
+        self.written = False
+        self.fresh = False
+        self.place = -1
+        # Whether the model still calls the layer; it is asked before the entry is written together with others.
+        self.is_called: Callable[[], bool] = lambda: True
+        self.saved: Tensor | None = None
+        self._alone: _Tables | None = None
+        self._address = 0
+        # U, L and R with the counts of their changes when they were last written.
+        self.versions: tuple[tuple[Tensor, int], ...] = ()
+        # (γ·Lᵀ, R) as the kernels read them: (r', c), (r', b).
+        self.packed = room_for_factors(weight, L, R, dtype)
+
+    @functools.cached_property
+    def plan(self) -> Plan | None:
+        """How its sampled products walk over the support: made for the first backward, nothing else needs it."""
+        c, b = self.weight.shape
+        return None if self.indices is None else kernels.make_plan(self.indices, (c, b))
+
+    def is_of(self, *operands: Any) -> bool:
+        """Whether this entry was made of these very objects, in the order of the constructor."""
+        mine = (self.weight, self.values, self.indices, self.L, self.R, self.scaling, self.dtype)
+        return all(one is other for one, other in zip(mine[:5], operands[:5], strict=True)) and mine[5:] == operands[5:]
+
+    def ensure(self) -> bool:
+        """For a backward: write again if the weight was restored, or written by another entry, since the forward.
+
+        Returns:
+            Whether it was; whoever asked then restores it afterwards.
+        """
+        if self.written and self.weight.data_ptr() == self._address:
+            return False
+        if self.weight.data_ptr() != self._address:
+            raise RuntimeError(
+                "the weight of an adapted layer was replaced between a forward and its backward (by a merge?): call "
+                "backward() first."
+            )
+        self._write_alone()
+        return True
+
+    def restore(self) -> None:
+        """Put W's bits back; nothing if nothing is written, or if another tensor was put in the weight's place."""
+        if self.written and self.indices is not None and self.weight.data_ptr() == self._address:
+            assert self.saved is not None
+            self.weight.detach().view(-1)[self.indices.long()] = self.saved
+        self.written = self.fresh = False
+
+    def _write_alone(self) -> None:
+        self.prepare()
+        self.written = True
+        if self._alone is None or not self._alone.hold():
+            self._alone = _Tables([self])
+        self._alone.run()
+
+    def prepare(self) -> None:
+        """Save W on the support before the first write."""
+        moved = self.weight.data_ptr() != self._address
+        if self.indices is not None and (moved or not self.written):
+            # One entry at a time is written into a weight: what this one saves as W must be W.
+            owner = _owners.get(self.weight.data_ptr())
+            if owner is not None and owner is not self:
+                owner.restore()
+            _owners[self.weight.data_ptr()] = self
+            # If another tensor was put in the weight's place, what it holds is W.
+            if self.saved is None or moved:
+                with torch.inference_mode(False):
+                    self.saved = torch.empty(self.indices.shape, dtype=self.weight.dtype, device=self.weight.device)
+            torch.index_select(self.weight.detach().view(-1), 0, self.indices, out=self.saved)
+            # Whoever kept W for a backward of its own shall hear of it. Later writes put down the same bits again, or
+            # those of the next step, and pass by the counter.
+            torch.autograd.graph.increment_version(self.weight)
+        self._address = self.weight.data_ptr()
+
+    def note_written(self) -> None:
+        """After a write: remember of which U, L and R."""
+        self.written = True
+        self.versions = tuple([(each, each._version) for each in (self.values, self.L, self.R) if each is not None])
+
+    def is_current(self) -> bool:
+        """Whether U, L and R are, as far as autograd's counters tell, what was written."""
+        if self.weight.data_ptr() != self._address:
+            return False
+        for tensor, version in self.versions:  # noqa: SIM110 (a generator takes longer, and this is asked all the time)
+            if tensor._version != version:
+                return False
+        return True
+
+    def is_unchanged(self) -> bool:
+        """Whether the layer still is what the last forward computed with."""
+        return self.written and self.is_current()
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What entries of one table have in common; U, L and R may change their dtype."""
+        rank = None if self.packed is None else self.packed[0].shape[0]
+        dtypes = (None if each is None else each.dtype for each in (self.weight, self.values, self.L, self.indices))
+        return self.weight.device, self.dtype, rank, *dtypes
+
+
+def room_for_factors(
+    weight: Tensor, L: Tensor | None, R: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """Empty (r', c) and (r', b) for copies of L (c, r) and R (r, b); None without a low-rank part."""
+    if L is None or R is None:
+        return None
+    rank = kernels.padded_rank(R.shape[0])
+    with torch.inference_mode(False):  # made in an evaluation, used in training
+        left, right = (torch.empty((rank, size), dtype=dtype, device=R.device) for size in weight.shape)
+    return left, right
+
+
+# By the address of their weight: the entries that wrote last.
+_owners: "weakref.WeakValueDictionary[int, Entry]" = weakref.WeakValueDictionary()
+
+
+class Sweep:
+    """All layers of a model, written together: the first layer of a forward writes for those after it.
+
+    A layer takes what is written once, and in the order in which layers are called; when it asks again, or out of turn,
+    everything is written anew: an optimizer may have changed U, L and R without a trace in autograd's version counters.
+    """
+
+    # Of how many sets of adapters it is remembered what was written together.
+    _SETS = 16
+
+    def __init__(self) -> None:
+        self._last = -1
+        # What was written together before it was restored together, the latest first, and whether nothing was since.
+        self._before: list[list[_Tables]] = []
+        self._is_restored = False
+        self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._counter = itertools.count()
+        self._tables: list[_Tables] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Sweep":
+        return Sweep()
+
+    def __reduce__(self) -> Any:
+        return Sweep, ()
+
+    def add(self, entry: Entry) -> Entry:
+        """Take part from now on."""
+        entry.place = next(self._counter)
+        self._entries[entry.place] = entry
+        self._tables = []
+        return entry
+
+    def refresh(self, *entries: Entry) -> None:
+        """Make the weights and the copies of `entries` current, in this order."""
+        if torch._C._current_graph_task_id() != -1:
+            # Inside a backward (gradient checkpointing): what its forward used still holds.
+            for entry in entries:
+                entry.ensure()
+            return
+        for entry in entries:
+            if not entry.written:
+                if not (self._is_restored and self._write_again(entry)):
+                    entry._write_alone()
+            elif not (entry.fresh and entry.place > self._last and entry.is_current()):
+                self._run()
+            entry.fresh = False
+            self._last = entry.place
+        self._is_restored = False
+
+    def restore(self) -> None:
+        """Put the bits of all weights back, before other adapters are used; what a `refresh` wrote, in one launch.
+
+        The forward that uses these adapters again writes them together.
+        """
+        if self._tables and all([tables.hold() for tables in self._tables]):
+            for tables in self._tables:
+                tables.restore()
+            self._before = [self._tables, *(each for each in self._before if each is not self._tables)][: self._SETS]
+            self._is_restored = True
+        for entry in self._entries.values():
+            if entry.written:
+                entry.restore()
+
+    @staticmethod
+    def restore_others(weight: Tensor) -> None:
+        """Put the bits of a weight back that is also another model's, whose adapter is written into it."""
+        owner = _owners.get(weight.data_ptr()) if type(weight) in (nn.Parameter, Tensor) else None
+        if owner is not None and owner.written:
+            owner.restore()
+
+    def forget(self) -> None:
+        """Write no layer for another from now on, until all have been used again: one may have left."""
+        self._before = []
+
+    def drop(self, *entries: Entry) -> None:
+        """Write these no more, though a graph or a group of layers may still hold them: nobody would restore them."""
+        for entry in entries:
+            self._entries.pop(entry.place, None)
+        self._before, self._tables = [], []
+
+    def _write_again(self, entry: Entry) -> bool:
+        """Write what was written together with this entry before, if it can be."""
+        for before in self._before:
+            if any(tables.has(entry) for tables in before):
+                if not all(tables.can_return() for tables in before):
+                    return False
+                self._tables = before
+                for tables in before:
+                    tables.prepare()
+                    tables.run(fresh=True)
+                return True
+        return False
+
+    def _run(self) -> None:
+        # The tables are of all entries that were written when they were made: one that is written since makes new ones.
+        count = sum([entry.written for entry in self._entries.values()])
+        if count != sum([tables.count for tables in self._tables]) or not all([each.hold() for each in self._tables]):
+            groups: dict[Any, list[Entry]] = {}
+            for entry in self._entries.values():
+                if entry.written:
+                    entry.prepare()
+                    groups.setdefault(entry.kind, []).append(entry)
+            self._tables = [_Tables(entries) for entries in groups.values()]
+        for tables in self._tables:
+            tables.run(fresh=True)
+
+
+class _Tables:
+    """The device tables of some entries of one kind, all of them prepared."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.count = len(entries)
+        self._entries = [weakref.ref(entry) for entry in entries]
+        self._addresses = self._now(entries)
+        self._write = self._pack = None
+        writes = [
+            (entry.weight, entry.indices, entry.values, entry.saved)
+            for entry in entries
+            if entry.indices is not None and entry.values is not None and entry.saved is not None
+        ]
+        if writes:
+            self._write = write_kernels.write_table(writes)
+        packs = []
+        for entry in entries:
+            if entry.L is not None and entry.R is not None and entry.packed is not None:
+                packs.append((entry.L.detach().t(), entry.scaling, entry.packed[0]))
+                packs.append((entry.R.detach(), 1.0, entry.packed[1]))
+        if packs:
+            self._pack = write_kernels.pack_table(packs)
+
+    @staticmethod
+    def _now(entries: list[Any]) -> list[int]:
+        """Where everything lies that a table names; a tensor of another dtype lies elsewhere too."""
+        tensors = [(entry.weight, entry.values, entry.saved, entry.L, entry.R) for entry in entries]
+        return [tensor.data_ptr() for each in tensors for tensor in each if tensor is not None]
+
+    def hold(self) -> bool:
+        """Whether these tables still say where the entries are, and all of them are written."""
+        return self._hold(written=True)
+
+    def can_return(self) -> bool:
+        """Whether these tables still say where the entries are, none of them is written, and all layers are called."""
+        return self._hold(written=False) and all([entry.is_called() for ref in self._entries if (entry := ref())])
+
+    def _hold(self, *, written: bool) -> bool:
+        entries = [ref() for ref in self._entries]
+        as_asked = [entry is not None and entry.written is written for entry in entries]
+        return all(as_asked) and self._now(entries) == self._addresses
+
+    def has(self, entry: Entry) -> bool:
+        return any([ref() is entry for ref in self._entries])
+
+    def prepare(self) -> None:
+        """Save all weights on their supports, before they are written anew."""
+        for ref in self._entries:
+            entry = ref()
+            if entry is not None:
+                entry.prepare()
+
+    def restore(self) -> None:
+        """Put the bits of all weights back."""
+        if self._write is not None:
+            write_kernels.restore_supports(self._write)
+        for ref in self._entries:
+            entry = ref()
+            if entry is not None:
+                entry.written = entry.fresh = False
+
+    def run(self, *, fresh: bool = False) -> None:
+        """Write and copy anew."""
+        if self._write is not None:
+            write_kernels.write_supports(self._write)
+        if self._pack is not None:
+            write_kernels.pack_factors(self._pack)
+        for ref in self._entries:
+            entry = ref()
+            if entry is not None:
+                entry.note_written()
+                entry.fresh = fresh

@@ -1,0 +1,117 @@
+"""Runs at every start of Python (see the `.pth` beside it): three hooks that fire when a library is imported, if ever.
+
+- after `peft`: registers the SUPRA method, so that `PeftModel.from_pretrained` and `lm_eval --model_args peft=…` load
+  our adapters;
+- after `axolotl.cli.art`, which prints Axolotl's banner: keeps stdout free where a command is to print JSON there;
+- after `lm_eval.tasks`: adds our task folder to every TaskManager, so that `--tasks supertune_math` is found.
+
+Standard library only, no import of a library by itself, and no exception ever leaves it. It is off with
+AXOLOTL_SUPERTUNE_AUTOLOAD=0.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+TYPE_CHECKING = False  # typing itself is slow to import, and this file runs at every start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+def _after_peft(module: Any) -> None:
+    import axolotl_supertune.tuner  # noqa: F401 (registers SUPRA)
+
+
+def _after_axolotl_art(module: Any) -> None:
+    if "--json" in sys.argv:
+        from axolotl_supertune.tuner.json_output import reserve_stdout
+
+        reserve_stdout(sys.argv[1:])
+
+
+def _after_lm_eval_tasks(module: Any) -> None:
+    manager = sys.modules.get("lm_eval.tasks.manager", module)
+    if hasattr(manager, "discover_plugin_task_paths"):
+        return  # this lm_eval reads our entry point itself
+    from axolotl_supertune.tasks import TASK_FOLDER
+
+    task_manager = module.TaskManager
+    original = task_manager.__init__
+    if getattr(original, "_axolotl_supertune", False):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, verbosity: Any = None, include_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        given = (
+            []
+            if include_path is None
+            else [include_path]
+            if isinstance(include_path, (str, os.PathLike))
+            else include_path
+        )
+        paths = [*given] if str(TASK_FOLDER) in map(str, given) else [str(TASK_FOLDER), *given]
+        original(self, verbosity, paths, *args, **kwargs)
+
+    init._axolotl_supertune = True  # type: ignore[attr-defined]
+    task_manager.__init__ = init
+
+
+_HOOKS = {"peft": _after_peft, "axolotl.cli.art": _after_axolotl_art, "lm_eval.tasks": _after_lm_eval_tasks}
+
+
+class _PostImport:
+    """A finder that finds nothing itself: it lets the others find, and runs the hook after the module's own code."""
+
+    def __init__(self) -> None:
+        self._finding: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in _HOOKS or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            for finder in list(sys.meta_path):
+                spec = getattr(finder, "find_spec", lambda *_: None)(name, path, target) if finder is not self else None
+                if spec is not None:
+                    self._wrap(spec, _HOOKS[name])
+                    return spec
+            return None
+        finally:
+            self._finding.discard(name)
+
+    @staticmethod
+    def _wrap(spec: Any, hook: Callable[[Any], None]) -> None:
+        loader = spec.loader
+        original = getattr(loader, "exec_module", None)
+        if original is None:
+            return
+
+        def exec_module(module: Any) -> None:
+            original(module)
+            try:
+                hook(module)
+            except Exception as error:
+                print(f"axolotl-supertune: not registered with {module.__name__}: {error!r}", file=sys.stderr)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:  # a loader without attributes of its own is left alone
+            return
+
+
+def install() -> None:
+    """Put the hooks in place, once; for a library that is imported already, run its hook now."""
+    if os.environ.get("AXOLOTL_SUPERTUNE_AUTOLOAD", "1").lower() in ("0", "false", "no", "off"):
+        return
+    if any(type(finder).__name__ == "_PostImport" for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _PostImport())
+
+
+try:
+    install()
+except Exception as error:
+    print(f"axolotl-supertune: autoload failed: {error!r}", file=sys.stderr)

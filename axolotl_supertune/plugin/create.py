@@ -1,0 +1,153 @@
+"""New adapters: the config that the YAML describes, the norms that it calibrates, and one start in all processes."""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from axolotl.loaders import adapter as axolotl_adapter
+from axolotl.loaders.adapter import _get_peft_task_type, find_all_linear_names
+from axolotl.utils.train import determine_last_checkpoint
+from peft import get_peft_model
+
+from ..engines.processes import Processes
+from ..method.activation_norms import ActivationNorms
+from ..tuner import SupraConfig, SupraLayer
+from ..tuner.base_model import base_quantization
+from ..tuner.model import layer_budgets
+from . import validation
+
+
+def is_new(cfg: Any) -> bool:
+    """Whether a run makes an adapter: there is none to start from or to resume."""
+    return not (cfg.lora_model_dir or cfg.merge_lora or determine_last_checkpoint(cfg))
+
+
+def adapter_config(model: Any, cfg: Any) -> SupraConfig:
+    """The PEFT config that the YAML describes for this model."""
+    more = {"task_type": _get_peft_task_type(model), "base_quantization": base_quantization(model)}
+    return validation.method_config(cfg, **more, **_targets(model, cfg))
+
+
+def _targets(model: Any, cfg: Any) -> dict[str, Any]:
+    """The keys that Axolotl reads for LoRA, read the same way."""
+    modules = cfg.lora_target_modules or []
+    if cfg.lora_target_linear:
+        modules = sorted({*([modules] if isinstance(modules, str) else modules), *find_all_linear_names(model)})
+    return {
+        "target_modules": modules,
+        "exclude_modules": cfg.lora_exclude_modules or None,
+        "layers_to_transform": cfg.peft_layers_to_transform,
+        "layers_pattern": cfg.peft_layers_pattern,
+        "modules_to_save": cfg.lora_modules_to_save or None,
+    }
+
+
+def check_all_matched(cfg: Any, model: Any, layers: Iterable[str]) -> None:
+    """Refuse what matches nothing: a list's other names would be trained, left alone or saved without it.
+
+    Args:
+        cfg: the YAML.
+        model: the base model, maybe on the meta device.
+        layers: the names of those that are adapted.
+
+    Raises:
+        ValueError: names the key and the value.
+    """
+    modules = [name for name, _ in model.named_modules() if name]
+
+    def idle_in(key: str, matches: Callable[[str, str], Any]) -> list[tuple[str, str]]:
+        asked = [cfg[key]] if isinstance(cfg[key], str) else cfg[key] or []
+        return [(key, name) for name in asked if not any(matches(name, module) for module in modules)]
+
+    # As PEFT matches them: a regex, the last names, and the end of a name.
+    pattern = isinstance(cfg.lora_exclude_modules, str)
+    excludes = re.fullmatch if pattern else lambda name, module: f".{module}".endswith(f".{name}")
+    idle = idle_in("lora_exclude_modules", excludes)
+    idle += idle_in("lora_modules_to_save", lambda name, module: module.endswith(name))
+    if idle:
+        kinds = sorted({module.rpartition(".")[2] for module in modules if not module.rpartition(".")[2].isdigit()})
+        raise ValueError(f"{idle[0][0]}: {idle[0][1]} matches no module of the model, which has {', '.join(kinds)}.")
+    blocks = cfg.peft_layers_to_transform
+    for block in [blocks] if isinstance(blocks, int) else blocks or []:
+        if not any(str(block) in layer.split(".") for layer in layers):
+            raise ValueError(
+                f"peft_layers_to_transform: {block} is the number of no block with a layer that is adapted; they are "
+                "numbered from 0."
+            )
+    asked = cfg.lora_target_modules if isinstance(cfg.lora_target_modules, list) else []
+    idle = [name for name in asked if not any(layer == name or layer.endswith(f".{name}") for layer in layers)]
+    if idle:
+        kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+        raise ValueError(f"lora_target_modules: {idle[0]} matches no layer that is adapted ({', '.join(kinds)} are).")
+
+
+def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[..., ActivationNorms]) -> Any:
+    """The model with the adapter that the YAML describes, the same in all processes.
+
+    Args:
+        norms: (model, cfg, names of the layers, alone=) → their activation norms, if the support needs any. `alone`:
+            this process calls it and no other one does.
+
+    Raises:
+        ValueError: a name or number in the YAML matches nothing, or there is no such adapter of this model.
+    """
+    config = adapter_config(model, cfg)
+    budgets = layer_budgets(model, config)
+    check_all_matched(cfg, model, budgets)
+    # Then process 0 alone holds weights to choose from, and FSDP sends them to the others when it shards.
+    alone = bool(cfg.fsdp_config and cfg.fsdp_config.cpu_ram_efficient_loading)
+    if alone and not processes.is_first:
+        config.support = "saved"
+    elif config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
+        config.activation_norms = norms(model, cfg, list(budgets), alone=alone)
+    if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
+        # What FSDP is to shard waits on the CPU, which chooses slowly.
+        config.support_device = cfg.device
+    seed = seed_of(cfg)
+    # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
+    if hasattr(axolotl_adapter, "reinit_lora_from_seed"):
+        _draw_by_name(adapted, seed)
+    if alone:
+        _take_supports_of_first(adapted, processes)
+    return adapted
+
+
+def seed_of(cfg: Any) -> int:
+    """The YAML's seed, or Axolotl's own."""
+    return validation.DEFAULT_SEED if cfg.seed is None else int(cfg.seed)
+
+
+def _take_supports_of_first(model: Any, processes: Processes) -> None:
+    """Give the adapters of all processes the supports that process 0 chose."""
+    config = model.peft_config["default"]
+    config.support = "select"  # chosen, by whichever process
+    config.calibration = processes.from_first(lambda: config.calibration)
+    layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
+    chosen = [layer for layer in layers if "default" in layer.supra_indices]
+    here = [layer.supra_indices["default"] for layer in chosen]
+    supports = [each.cpu() if processes.is_first else torch.empty(each.shape, dtype=each.dtype) for each in here]
+    processes.broadcast(supports)
+    if not processes.is_first:
+        for layer, support in zip(chosen, supports, strict=True):
+            layer.take_support("default", support)
+        for layer in layers:
+            layer.supra_unloaded.pop("default", None)
+
+
+def _draw_by_name(model: Any, seed: int) -> None:
+    """Draw every R from the seed and its layer's name, as Axolotl 0.21 draws LoRA's A: λ = 1 starts as LoRA does."""
+    for name, module in model.named_modules():
+        if not isinstance(module, SupraLayer):
+            continue
+        for adapter, R in module.supra_R.items():
+            digest = hashlib.sha256(f"{name}.{adapter}".encode()).digest()
+            own_seed = (seed + int.from_bytes(digest[:4], "little")) % (2**63 - 1)
+            generator = torch.Generator().manual_seed(own_seed)
+            drawn = torch.nn.init.kaiming_uniform_(torch.empty(R.shape), a=math.sqrt(5), generator=generator)
+            R.data.copy_(drawn)

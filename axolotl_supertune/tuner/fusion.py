@@ -1,0 +1,119 @@
+"""TODO-DOC tuner.fusion."""
+
+import importlib.util
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.dispatch import requested
+from .custom_op import number_of
+from .linear import SupraLinear
+from .shared_input import SharedInput, _hooked, _known_together, _same
+
+if TYPE_CHECKING:  # Triton may be absent
+    from ..ops.fused import GatedMLP
+
+
+_SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_MLP_SOURCES = {
+    "defforward(self,x):down_proj=self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))returndown_proj",
+    "defforward(self,x):returnself.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))",
+}
+
+
+def share_work(model: nn.Module) -> None:
+    """Write all adapted layers of `model` together, group siblings, and fuse gated MLPs that are adapted throughout."""
+    if requested() == "reference" or importlib.util.find_spec("triton") is None:
+        return
+    from ..ops.inplace_weight import Sweep
+
+    layers = [module for module in model.modules() if isinstance(module, SupraLinear)]
+    sweep = next((layer.sweep for layer in layers if layer.sweep is not None), None) or Sweep()
+    for layer in layers:
+        layer.sweep = sweep
+        if layer.number < 0:
+            layer.number = number_of(layer)
+    for parent in model.modules():
+        children = parent._modules
+        for name, child in children.items():
+            if isinstance(child, SupraLinear):
+                child.home = parent, name
+        for names in _SHARED_INPUT:
+            members = [child for name in names if isinstance(child := children.get(name), SupraLinear)]
+            if len(members) == len(names) and all(member.shared_input is None for member in members):
+                group = SharedInput(parent, names)
+                for at, member in enumerate(members):
+                    member.shared_input, member.shared_place = group, at
+        if is_gated_mlp(parent):
+            parent.forward = partial(_mlp_forward, parent)
+
+
+def unshare_work(model: nn.Module) -> None:
+    """Undo `share_work`: before the adapted layers are taken out."""
+    for module in model.modules():
+        if isinstance(module, SupraLinear):
+            module.shared_input = None
+        own = vars(module).get("forward")
+        if isinstance(own, partial) and own.func is _mlp_forward:
+            del module.forward
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether a module is down(silu(gate(x))·up(x)) in so many words, with all three layers adapted."""
+    layers = [module._modules.get(name) for name in _MLP]
+    if not all(isinstance(layer, SupraLinear) for layer in layers) or "forward" in vars(module):
+        return False
+    if not _is_silu(module):
+        return False
+    try:
+        source = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return False
+    return "".join(source.split()) in _MLP_SOURCES
+
+
+def _is_silu(module: nn.Module) -> bool:
+    act: Any = getattr(module, "act_fn", None)
+    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation" or act is nn.functional.silu
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return type(self).forward(self, x)  # the compiler fuses what lies between the three layers
+    modules = self._modules
+    gate, up, down = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
+    # What is fused is SiLU: another activation may have been put in since.
+    one = gate.known_mlps.get(self.training) if isinstance(gate, SupraLinear) and _is_silu(self) else None
+    mlp = one.found if one is not None and one.holds(x) else _fitting_mlp(self, [gate, up, down], x)
+    if mlp is None or _hooked(gate) or _hooked(up) or _hooked(down):
+        return type(self).forward(self, x)
+    if mlp.stays:
+        gate.sweep.refresh(*mlp.entries)
+    return mlp(x)
+
+
+def _fitting_mlp(parent: Any, members: list[Any], x: Tensor) -> "GatedMLP | None":
+    if not all(isinstance(member, SupraLinear) for member in members):
+        return None
+    if any(_hooked(member) for member in members) or not _is_silu(parent):
+        return None
+    layers = [member.known_layer(x) for member in members]  # the inner activation is as x is, but for its width
+    if None in layers:
+        return None
+    from ..ops.fused import GatedMLP, fit_together
+
+    kept, key = members[0].kept, members[0].key("mlp", x)
+    one = kept.get(key)
+    if one is None or not one.holds(x):
+        mlp = None if one is None else one.found
+        if mlp is None or not _same(mlp.layers, layers):
+            alike = fit_together(layers[:2]) and layers[0].entry.stays == layers[2].entry.stays
+            mlp = GatedMLP(*layers) if alike else None
+        one = kept[key] = _known_together(parent, _MLP, members, x, mlp)
+    members[0].known_mlps[parent.training] = one
+    found: GatedMLP | None = one.found
+    return found
