@@ -5,10 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from axolotl.utils.logging import get_logger
 from peft import PeftConfig, PeftModel
 
 from ..tuner import SupraConfig
-from .resume import LOG
+
+LOG = get_logger(__name__)
 
 # What decides which weights an adapter trains and how; a run that goes on must agree with its checkpoint on all of it.
 RUN_FIELDS = (
