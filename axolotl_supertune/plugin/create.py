@@ -114,7 +114,7 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
     if hasattr(axolotl_adapter, "reinit_lora_from_seed"):
         _draw_by_name(adapted, seed)
     if alone:
-        _take_supports_of_first(adapted, processes)
+        _use_supports_of_process_0(adapted, processes)
     return adapted
 
 
@@ -123,7 +123,7 @@ def seed_of(cfg: Any) -> int:
     return validation.DEFAULT_SEED if cfg.seed is None else int(cfg.seed)
 
 
-def _take_supports_of_first(model: Any, processes: Processes) -> None:
+def _use_supports_of_process_0(model: Any, processes: Processes) -> None:
     """Give the adapters of all processes the supports that process 0 chose."""
     config = model.peft_config["default"]
     config.support = "select"  # chosen, by whichever process
@@ -135,9 +135,9 @@ def _take_supports_of_first(model: Any, processes: Processes) -> None:
     processes.broadcast(supports)
     if not processes.is_first:
         for layer, support in zip(chosen, supports, strict=True):
-            layer.take_support("default", support)
+            layer.set_support("default", support)
         for layer in layers:
-            layer.supra_unloaded.pop("default", None)
+            layer.pending_adapters.pop("default", None)
 
 
 def _draw_by_name(model: Any, seed: int) -> None:

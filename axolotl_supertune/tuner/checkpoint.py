@@ -65,7 +65,7 @@ def unpack(state_dict: MutableMapping[str, Tensor]) -> dict[str, str]:
     return problems
 
 
-def unpack_whole(state_dict: MutableMapping[str, Tensor]) -> None:
+def unpack_checked(state_dict: MutableMapping[str, Tensor]) -> None:
     """`unpack`, or a ValueError that names the layer: the checksum does not match, or the format is newer."""
     for layer, problem in unpack(state_dict).items():
         raise ValueError(f"{layer.removeprefix('base_model.model.')}: {problem}")
@@ -80,7 +80,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     path = Path(folder) / WEIGHTS
     try:
         tensors = load_file(path)
-        unpack_whole(tensors)
+        unpack_checked(tensors)
     except SafetensorError as error:
         raise damaged(path, error) from error
     except ValueError as error:

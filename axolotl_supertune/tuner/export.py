@@ -103,7 +103,7 @@ def export_adapter(adapter: Path, target: str, output: Path, *, base: str | None
     if target == "lora+base":
         lora = as_lora(config, tensors, [name for name, _ in model.get_base_model().named_modules()])
         for module in _adapted_layers(model):
-            module.forget()
+            module.invalidate_caches()
             module.supra_L.clear()
             module.supra_R.clear()
     merged = model.merge_and_unload(safe_merge=True)
@@ -294,7 +294,7 @@ def _load(adapter: Path, config: "SupraConfig", base: str | None, dtype: str) ->
         model = PeftModel.from_pretrained(model, os.fspath(adapter))
     except (ValueError, TypeError, RuntimeError) as error:
         raise CannotExport(f"{unfit} ({error})") from error
-    missing = [layer.supra_layer for layer in _adapted_layers(model) if layer.supra_unloaded]
+    missing = [layer.supra_layer for layer in _adapted_layers(model) if layer.pending_adapters]
     if missing:
         raise CannotExport(f"{unfit} (It holds nothing for {missing[0]}, which this base has.)")
     return model

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..ops.dispatch import requested
 from .custom_op import number_of
+from .guards import guard_together
 from .linear import SupraLinear
-from .shared_input import SharedInput, _hooked, _known_together, _same
+from .shared_input import SharedInput, has_hooks, same_objects
 
 if TYPE_CHECKING:  # Triton may be absent
     from ..ops.fused import GatedMLP
@@ -87,9 +88,9 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     modules = self._modules
     gate, up, down = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
     # What is fused is SiLU: another activation may have been put in since.
-    one = gate.known_mlps.get(self.training) if isinstance(gate, SupraLinear) and _is_silu(self) else None
-    mlp = one.found if one is not None and one.holds(x) else _fitting_mlp(self, [gate, up, down], x)
-    if mlp is None or _hooked(gate) or _hooked(up) or _hooked(down):
+    one = gate.mlp_guards.get(self.training) if isinstance(gate, SupraLinear) and _is_silu(self) else None
+    mlp = one.result if one is not None and one.is_valid(x) else _fitting_mlp(self, [gate, up, down], x)
+    if mlp is None or has_hooks(gate) or has_hooks(up) or has_hooks(down):
         return type(self).forward(self, x)
     if mlp.stays:
         gate.sweep.refresh(*mlp.entries)
@@ -99,21 +100,21 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
 def _fitting_mlp(parent: Any, members: list[Any], x: Tensor) -> "GatedMLP | None":
     if not all(isinstance(member, SupraLinear) for member in members):
         return None
-    if any(_hooked(member) for member in members) or not _is_silu(parent):
+    if any(has_hooks(member) for member in members) or not _is_silu(parent):
         return None
-    layers = [member.known_layer(x) for member in members]  # the inner activation is as x is, but for its width
+    layers = [member.cached_layer(x) for member in members]  # the inner activation is as x is, but for its width
     if None in layers:
         return None
     from ..ops.fused import GatedMLP, fit_together
 
-    kept, key = members[0].kept, members[0].key("mlp", x)
+    kept, key = members[0].guard_cache, members[0].key("mlp", x)
     one = kept.get(key)
-    if one is None or not one.holds(x):
-        mlp = None if one is None else one.found
-        if mlp is None or not _same(mlp.layers, layers):
+    if one is None or not one.is_valid(x):
+        mlp = None if one is None else one.result
+        if mlp is None or not same_objects(mlp.layers, layers):
             alike = fit_together(layers[:2]) and layers[0].entry.stays == layers[2].entry.stays
             mlp = GatedMLP(*layers) if alike else None
-        one = kept[key] = _known_together(parent, _MLP, members, x, mlp)
-    members[0].known_mlps[parent.training] = one
-    found: GatedMLP | None = one.found
+        one = kept[key] = guard_together(parent, _MLP, members, x, mlp)
+    members[0].mlp_guards[parent.training] = one
+    found: GatedMLP | None = one.result
     return found

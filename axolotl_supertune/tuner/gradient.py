@@ -55,7 +55,7 @@ def choose_supports(
             for name, score in scores
         }
     for name, support in chosen.items():
-        layers[name].take_support(adapter_name, support)
+        layers[name].set_support(adapter_name, support)
     config.gradient = {"batches": len(batches), "step": step}
 
 
@@ -66,7 +66,7 @@ def _selected(score: Tensor, count: int, config: Any) -> Tensor:
 def await_no_more(model: nn.Module, adapter_name: str = "default") -> None:
     """Let an adapter whose support is still to be chosen be run: it is W + γ·L·R until then."""
     for layer in sparse_layers(model, adapter_name):
-        layer.supra_unloaded.pop(adapter_name, None)
+        layer.pending_adapters.pop(adapter_name, None)
 
 
 def hold_values(model: nn.Module, adapter_name: str = "default") -> Callable[[], None]:

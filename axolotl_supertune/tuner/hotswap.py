@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 
 from .layer import SupraLayer
-from .rollback import Before
+from .rollback import ModelSnapshot
 
 
 def hotswap_adapter(
@@ -31,7 +31,7 @@ def hotswap_adapter(
         raise ValueError(f"no adapter {adapter_name!r}: there are {', '.join(model.peft_config)}.")
     if any(adapter_name in layer.merged_adapters for layer in layers):
         raise ValueError(f"adapter {adapter_name!r} is merged: call unmerge_adapter() before it is swapped.")
-    config_before, before = model.peft_config[adapter_name], Before(model)
+    config_before, before = model.peft_config[adapter_name], ModelSnapshot(model)
     incoming = f"incoming_{adapter_name}"
     while incoming in model.peft_config:
         incoming += "_"
@@ -53,7 +53,7 @@ def hotswap_adapter(
                     f"{layer.supra_layer}: {model_name_or_path} has {_sizes(new)} here, adapter {adapter_name!r} "
                     f"{_sizes(old)}: load it under a name of its own and set_adapter it."
                 )
-            if incoming in layer.supra_unloaded:
+            if incoming in layer.pending_adapters:
                 raise ValueError(f"{layer.supra_layer}: {model_name_or_path} holds no tensors for this layer.")
         for layer in layers:
             if incoming in layer.supra_budget:
@@ -65,7 +65,7 @@ def hotswap_adapter(
 
 
 def _swap(layer: SupraLayer, adapter_name: str, incoming: str) -> None:
-    layer.forget()
+    layer.invalidate_caches()
     with torch.no_grad():
         for store in (*layer.adapter_layer_names, "supra_indices"):
             tensors = getattr(layer, store)
@@ -74,7 +74,7 @@ def _swap(layer: SupraLayer, adapter_name: str, incoming: str) -> None:
     for settings in (layer.supra_scaling, layer.supra_dropout):
         if incoming in settings:
             settings[adapter_name] = settings[incoming]
-    layer.supra_unloaded.pop(adapter_name, None)
+    layer.pending_adapters.pop(adapter_name, None)
 
 
 def _sizes(budget: Any) -> str:

@@ -34,7 +34,7 @@ class SupraLayer(BaseTunerLayer):
         "supra_budget",
         "supra_scaling",
         "supra_dropout",
-        "supra_unloaded",
+        "pending_adapters",
     )
 
     def __init__(self, base_layer: nn.Linear, layer: str) -> None:
@@ -50,7 +50,7 @@ class SupraLayer(BaseTunerLayer):
         self.supra_scaling: dict[str, float] = {}
         self.supra_dropout: dict[str, float] = {}
         # Adapters whose tensors a checkpoint is still to bring: they may be neither run nor merged.
-        self.supra_unloaded: dict[str, bool] = {}
+        self.pending_adapters: dict[str, bool] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._weight_before_merge: Tensor | None = None
@@ -81,14 +81,14 @@ class SupraLayer(BaseTunerLayer):
         """
         count, rank = budget.sparse_count, budget.rank
         if adapter_name in self.supra_budget:
-            self.forget()
+            self.invalidate_caches()
             for store in (*self.adapter_layer_names, *self.other_param_names):
                 if adapter_name in getattr(self, store):
                     del getattr(self, store)[adapter_name]
         self.supra_budget[adapter_name] = budget
         self.supra_shape[adapter_name] = torch.tensor([self.out_features, self.in_features], dtype=torch.int32)
         if awaits_checkpoint or (count and (awaits_gradient or support is None)):
-            self.supra_unloaded[adapter_name] = True
+            self.pending_adapters[adapter_name] = True
         if count:
             if support is None:
                 support = torch.full((count,), _NO_SUPPORT, dtype=index_dtype(self.out_features * self.in_features))
@@ -108,10 +108,10 @@ class SupraLayer(BaseTunerLayer):
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
-    def take_support(self, adapter_name: str, support: Tensor) -> None:
+    def set_support(self, adapter_name: str, support: Tensor) -> None:
         """Use a support that another process chose, whose U, L and R are still to come or are what they are here."""
         self.supra_indices[adapter_name] = support
-        self.forget()
+        self.invalidate_caches()
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move one adapter beside the base weight, dtypes unchanged.
@@ -140,13 +140,13 @@ class SupraLayer(BaseTunerLayer):
                 getattr(self, f"supra_{part}")[adapter_name].data.copy_(tensor)
         if combined.indices is not None:
             self.supra_indices[adapter_name] = combined.indices
-        self.supra_unloaded.pop(adapter_name, None)
+        self.pending_adapters.pop(adapter_name, None)
 
     def restore(self) -> None:
         """Give the base weight its own bits back, if a forward wrote W + M⊙U into it; the next forward writes again."""
         raise NotImplementedError
 
-    def forget(self) -> None:
+    def invalidate_caches(self) -> None:
         """`restore`, and drop what is bound to tensors that are about to be moved, replaced or taken out."""
         raise NotImplementedError
 
@@ -167,7 +167,7 @@ class SupraLayer(BaseTunerLayer):
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Remove an adapter, as PEFT does, from the base layer's own weight."""
-        self.forget()
+        self.invalidate_caches()
         super().delete_adapter(adapter_name)
 
     def sparse_parts(self, adapter_names: Sequence[str]) -> list[Sparse]:
@@ -213,7 +213,7 @@ class SupraLayer(BaseTunerLayer):
         names = [name for name in names if name in self._available()]
         if not names:
             return
-        self._check_loaded(names)
+        self.check_loaded(names)
         merged = self.weight_with([*self.merged_adapters, *names])
         if safe_merge:
             self._check_merged(merged, names)
@@ -225,7 +225,7 @@ class SupraLayer(BaseTunerLayer):
     def check_merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raise what merging these adapters would raise; nothing is changed."""
         names = self.names_to_merge(adapter_names)
-        self._check_loaded(names)
+        self.check_loaded(names)
         if names and safe_merge:
             self._check_merged(self.weight_with([*self.merged_adapters, *names]), names)
 
@@ -266,8 +266,8 @@ class SupraLayer(BaseTunerLayer):
     def _available(self) -> set[str]:
         return set(self.supra_values) | set(self.supra_L)
 
-    def _check_loaded(self, adapter_names: list[str]) -> None:
-        missing = [name for name in adapter_names if self.supra_unloaded.get(name)]
+    def check_loaded(self, adapter_names: list[str]) -> None:
+        missing = [name for name in adapter_names if self.pending_adapters.get(name)]
         if missing:
             raise RuntimeError(
                 f"{self.supra_layer}: adapter {missing[0]!r} is not loaded: no checkpoint has brought its tensors. "

@@ -1,8 +1,19 @@
-"""SupraLinear: a linear layer with Ŵ = W + M⊙U + γ·L·R, and what computes it: kernels, compiler or reference."""
+"""SupraLinear: a linear layer with Ŵ = W + M⊙U + γ·L·R, and the choice of what computes it.
+
+Three ways compute the same y = x·Ŵᵀ + bias:
+
+- Triton kernels, where they support the device and dtypes. U is written into W (`ops.inplace_weight`), or into a
+  gathered copy of it where W is sharded (`ops.gathered_weight`).
+- The reference (`ops.reference`), everywhere else. W + M⊙U is a new tensor in each forward.
+- The reference with a recomputed weight (`ops.recomputed_weight`), for a W that is sharded or quantized: the weight is
+  formed in forward, dropped, and formed again in backward.
+
+`kernel_layer` decides. Its answer is cached behind a `Guard`, since it is asked in every forward.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +23,9 @@ from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
 from ..ops.dispatch import requested, takes_sampled_products, tensor_obstacle
 from ..ops.recomputed_weight import BlockGradient, SampledGradient, SupportGradient, transient_linear
 from ..ops.reference import check_frozen
-from .checkpoint import unpack_whole
+from .checkpoint import unpack_checked
 from .custom_op import number_of
-from .guards import Known
+from .guards import Guard
 from .layer import SupraLayer
 
 if TYPE_CHECKING:  # Triton may be absent
@@ -22,11 +33,23 @@ if TYPE_CHECKING:  # Triton may be absent
     from ..ops.fused import Layer as KernelLayer
     from ..ops.gathered_weight import Gathered
     from ..ops.inplace_weight import Entry, Sweep
-    from .shared_input import SharedInput
+
+# Attributes that hold cached results: cleared by `invalidate_caches`, left out of copies and pickles.
+_CACHES = ("_entries", "_guards", "_own_groups", "guard_cache", "mlp_guards", "_gradients")
+
+
+class InputGroup(Protocol):
+    """Sibling layers that read one input and are computed together (`shared_input.SharedInput`)."""
+
+    def output(self, layer: "SupraLinear", x: Tensor) -> Tensor | None:
+        """y of `layer`, or None if the layer must compute itself."""
+
+    def invalidate_caches(self) -> None:
+        """Drop outputs and cached results of all members."""
 
 
 def mixed_batch(adapter_names: Any) -> str:
-    """Why a batch of several adapters is refused."""
+    """The error message for a batch in which rows use different adapters."""
     return (
         f"adapter_names={adapter_names}: SUPRA cannot mix adapters within a batch, W + M⊙U is one weight for all of it"
         ": switch with set_adapter."
@@ -34,40 +57,46 @@ def mixed_batch(adapter_names: Any) -> str:
 
 
 class SupraLinear(nn.Module, SupraLayer):
-    """`nn.Linear` with SUPRA adapters."""
+    """`nn.Linear` with SUPRA adapters.
+
+    Args:
+        base_layer: the linear layer with weight W (c, b).
+        layer: its name in the base model, for error messages.
+    """
 
     def __init__(self, base_layer: nn.Linear, layer: str) -> None:
         super().__init__()
         SupraLayer.__init__(self, base_layer, layer)
-        # How the gradient of U is computed where the weight is not kept, by adapter, and the support it is made for.
+        # Adapter name → its support, and what computes dU on that support for a recomputed weight.
         self._gradients: dict[str, tuple[Tensor, SupportGradient]] = {}
-        # The fast path: what is written into the base weight, how its gradient is computed, who reads the same input.
-        # By active adapters and dtype; one at a time is written.
+        # (active adapters, dtype) → what is written into the base weight; at most one is written at a time.
         self._entries: dict[Any, Entry] = {}
-        # One for training and one for evaluation: their dropouts differ.
-        self._known: dict[bool, Known] = {}
-        self._alone: dict[tuple[bool, bool], Group] = {}
-        # What was found with adapters that were active before, and will be again; also of the groups it comes first in.
-        self.kept: dict[Any, Any] = {}
+        # Kernel dispatch of the active adapters, by training mode: the dropouts differ.
+        self._guards: dict[bool, Guard] = {}
+        self._own_groups: dict[tuple[bool, bool], Group] = {}
+        # Results of adapters that were active before, so that switching back is cheap. The first member of a
+        # `SharedInput` or a fused MLP also holds those of the whole group.
+        self.guard_cache: dict[Any, Any] = {}
+        # Shared by all layers of a model, which it writes together in a few launches.
         self.sweep: Sweep | None = None
-        self.shared_input: SharedInput | None = None
+        self.shared_input: InputGroup | None = None
         self.shared_place = 0
-        # What was found of the gated MLP that this layer is the gate of, as `_known`.
-        self.known_mlps: dict[bool, Known] = {}
-        # The module that it was put into, and its name there.
+        # Dispatch of the fused MLP of which this layer is the gate, by training mode.
+        self.mlp_guards: dict[bool, Guard] = {}
+        # The parent module and this layer's name there; None until `fusion.share_work` sets it.
         self.home: tuple[nn.Module, str] | None = None
-        # Its name among the operators of torch.compile; none before `share_work`.
+        # Identifies the layer to the torch.compile operator (`custom_op`); negative until `fusion.share_work` sets it.
         self.number = -1
         self.compiled_groups: dict[int, Group] = {}
         self._arriving: list[str] = []
-        self.register_load_state_dict_post_hook(_accept_adapters)
+        self.register_load_state_dict_post_hook(_mark_loaded)
         self.register_state_dict_pre_hook(_restore_base)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., b) → (..., c)."""
-        # The usual case first, without a look at anything else: it holds only where the kernels may compute.
+        # The common case comes first: `shared_input.output` checks by itself that the kernels may compute.
         if torch.compiler.is_compiling():
-            if self._compilable(x):
+            if self._is_compilable(x):
                 return torch.ops.axolotl_supertune.adapted_linear(x, self._trained(), self.number, self.out_features)[0]
             if not self.disable_adapters and not self.merged:
                 return _uncompiled(self, x, *args, **kwargs)
@@ -90,92 +119,106 @@ class SupraLinear(nn.Module, SupraLayer):
             return group(x)[0]
         self.restore()
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
-        if self.supra_unloaded:
-            self._check_loaded(names)
+        if self.pending_adapters:
+            self.check_loaded(names)
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
         if not sparse and not low_rank:
             return self.base_layer(x, *args, **kwargs)
         return self.computed(x, sparse, low_rank)
 
     def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
-        """y with these parts, where no kernel computes it."""
+        """y of these parts, without kernels."""
         base = self.base_layer
         if not is_sharded(base):
             return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
         check_frozen(base.weight)
         return self.transient(x, partial(gathered_weight, base, self.supra_layer), sparse, low_rank)
 
-    # The compiler breaks its graph here: it cannot look into what makes the weight, nor into what is made per layer.
+    # A graph break for the compiler, which can trace neither the function that makes the weight nor per-layer caches.
     @torch.compiler.disable
     def transient(
         self, x: Tensor, weight: Callable[[], Tensor], sparse: list[Sparse], low_rank: list[LowRank], **how: Any
     ) -> Tensor:
-        """y with these parts of the active adapters, as `transient_linear`, for a weight that is not kept."""
+        """y of these parts of the active adapters with a weight that is formed anew in forward and in backward.
+
+        Args:
+            x: (..., b).
+            weight: returns the base weight (c, b).
+            sparse, low_rank: the parts.
+            how: further arguments of `transient_linear`.
+        """
         active: Any = self.active_adapters
         names = [name for name in active if name in self.supra_values]
         gradients = [partial(self._support_gradient, name, self.supra_indices[name]) for name in names]
         return transient_linear(x, weight, self.base_layer.bias, sparse, low_rank, gradients, **how)
 
     def _support_gradient(self, adapter_name: str, indices: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        """dU (s,): the entries of dyᵀ·x on the support."""
         shape = (self.out_features, self.in_features)
         sampled = takes_sampled_products(x, x.dtype, shape, layer=self.supra_layer)
         kind: Any = SampledGradient if sampled else BlockGradient
-        known = self._gradients.get(adapter_name)
-        if known is None or known[0] is not indices or type(known[1]) is not kind:
-            known = self._gradients[adapter_name] = (indices, kind(indices, shape))
-        return known[1](x, dy)
+        cached = self._gradients.get(adapter_name)
+        if cached is None or cached[0] is not indices or type(cached[1]) is not kind:
+            cached = self._gradients[adapter_name] = (indices, kind(indices, shape))
+        return cached[1](x, dy)
 
     def kernel_layer(self, x: Tensor) -> "KernelLayer | None":
-        """This layer with its active adapter for the Triton kernels, U written into its weight.
+        """This layer with its active adapter as the kernels take it, with U written into its weight.
 
-        None where something else computes it: adapters are off, merged or still to be loaded, or the reference path.
+        None where the kernels do not compute it: adapters are disabled, merged or not loaded, or x, the weight or the
+        settings call for the reference.
         """
-        layer = self.known_layer(x)
+        layer = self.cached_layer(x)
         if layer is not None and layer.entry.stays:
             assert self.sweep is not None
             self.sweep.refresh(layer.entry)  # type: ignore[arg-type] # one that stays is an Entry
         return layer
 
-    def known_layer(self, x: Tensor) -> "KernelLayer | None":
-        """`kernel_layer` before anything is written."""
-        known = self._known.get(self.training)
-        if known is None or not known.holds(x):
-            if self._disable_adapters or self.merged_adapters or self.supra_unloaded:
+    def cached_layer(self, x: Tensor) -> "KernelLayer | None":
+        """`kernel_layer` before U is written, from the cache while its guard is valid."""
+        guard = self._guards.get(self.training)
+        if guard is None or not guard.is_valid(x):
+            if self._disable_adapters or self.merged_adapters or self.pending_adapters:
                 return None
             key = self.key("layer", x)
-            known = self.kept.get(key)
-            if known is None or not known.holds(x):
+            guard = self.guard_cache.get(key)
+            if guard is None or not guard.is_valid(x):
                 layer = self._new_kernel_layer(x)
                 if layer is None:
                     return None
-                known = self.kept[key] = Known([self], x, layer)
-            self._known[self.training] = known
-        found: KernelLayer = known.found
-        return found
+                guard = self.guard_cache[key] = Guard([self], x, layer)
+            self._guards[self.training] = guard
+        cached: KernelLayer = guard.result
+        return cached
 
     def key(self, kind: str, x: Tensor) -> tuple[Any, ...]:
-        """Of something in `kept` that was found with the adapters that are active now."""
+        """Key in `guard_cache` of a result of this kind for the active adapters."""
         names: Any = self.active_adapters
         return kind, self.training, tuple(names), compute_dtype(x, self.base_layer.weight)
 
     def own_group(self, x: Tensor, *, whole_input: bool = False) -> "Group | None":
-        """`kernel_layer`, as the group of one that the fused functions take; `whole_input` keeps x as it is."""
+        """`kernel_layer` as a group of one layer, which is what the fused functions take.
+
+        Args:
+            x: (..., b).
+            whole_input: save all of x for backward, not only the columns that the support touches.
+        """
         layer = self.kernel_layer(x)
         if layer is None:
             return None
-        group = self._alone.get((self.training, whole_input))
+        group = self._own_groups.get((self.training, whole_input))
         if group is None or group.layers[0] is not layer:
             key = self.key(f"alone {whole_input}", x)
-            group = self.kept.get(key)
+            group = self.guard_cache.get(key)
             if group is None or group.layers[0] is not layer:
                 from ..ops.fused import Group
 
-                group = self.kept[key] = Group([layer], whole_input=whole_input)
-            self._alone[self.training, whole_input] = group
+                group = self.guard_cache[key] = Group([layer], whole_input=whole_input)
+            self._own_groups[self.training, whole_input] = group
         return group
 
     def thin_width(self) -> int:
-        """Columns of what the low-rank part leaves for its backward: the padded rank, or 0."""
+        """Columns of the product x·Rᵀ that is saved for backward: the padded rank, or 0 without a low-rank part."""
         from ..ops.kernels import padded_rank
 
         names: Any = self.active_adapters
@@ -183,13 +226,14 @@ class SupraLinear(nn.Module, SupraLayer):
         return padded_rank(self.supra_R[name].shape[0]) if name in self.supra_R else 0
 
     def _trained(self) -> list[Tensor]:
+        """U, L and R of the active adapter, without those that it does not have."""
         names: Any = self.active_adapters
         name = names[0]
         return [getattr(self, store)[name] for store in self.adapter_layer_names if name in getattr(self, store)]
 
-    def _compilable(self, x: Tensor) -> bool:
-        """Whether torch.compile may take this layer for one operator: where the kernels compute it, and it is plain."""
-        if self.number < 0 or self.disable_adapters or self.merged or self.supra_unloaded:
+    def _is_compilable(self, x: Tensor) -> bool:
+        """Whether torch.compile may treat this layer as one operator: the kernels compute it, with one adapter."""
+        if self.number < 0 or self.disable_adapters or self.merged or self.pending_adapters:
             return False
         if self._is_sharded():
             return False
@@ -206,44 +250,54 @@ class SupraLinear(nn.Module, SupraLayer):
         return x.device.type == "cuda" or requested() == "triton"
 
     def _is_sharded(self) -> bool:
-        """Whether its weight or its adapters are here only while something gathers them: FSDP may ignore either."""
-        return any(is_sharded(each) for each in (self.base_layer, self.supra_values, self.supra_L, self.supra_R))
+        """Whether the weight or an adapter of this layer is sharded; FSDP can be told to leave out either."""
+        return any(is_sharded(store) for store in (self.base_layer, self.supra_values, self.supra_L, self.supra_R))
 
     def _new_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
-        base = self.base_layer
-        sharded = self._is_sharded()
+        """The layer for the kernels, or None where they do not compute it; see `kernel_layer`."""
+        base, sharded = self.base_layer, self._is_sharded()
         if sharded:
-            # In a forward it looks like any weight, but what is written into it is lost when it is freed.
-            if any(entry.written for entry in self._entries.values()):
-                raise RuntimeError(
-                    f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
-                    "weights, and the shards hold them now. Call model.state_dict() before fully_shard, or "
-                    "deepspeed.initialize: it puts the weights back."
-                )
+            self._check_written_before_sharding()
             if not is_gathered(base):
                 return None
         names: list[str] = self.active_adapters  # type: ignore[assignment] # PEFT's own property
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
-        if not all(is_whole(each) for each in (*(part.values for part in sparse), *(part.L for part in low_rank))):
-            return None
         if not sparse and not low_rank:
+            return None
+        if not all(is_whole(part.values) for part in sparse) or not all(is_whole(part.L) for part in low_rank):
             return None
         if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
             return None
         from ..ops.fused import Layer
 
-        indices = sparse[0].indices if sparse else None
         dtype = compute_dtype(x, base.weight)
-        L, R, scaling, dropout = low_rank[0] if low_rank else (None, None, 1.0, 0.0)
-        if sharded:
-            from ..ops.gathered_weight import GatheredEntry
+        dropout = low_rank[0].dropout if low_rank else 0.0
+        if not sharded:
+            return Layer(self._written_entry(names, sparse, low_rank, dtype), base.bias, dropout)
+        from ..ops.gathered_weight import GatheredEntry
 
-            return Layer(
-                GatheredEntry(partial(self._gathered, tuple(names)), indices, scaling, dtype), base.bias, dropout
+        indices = sparse[0].indices if sparse else None
+        scaling = low_rank[0].scaling if low_rank else 1.0
+        return Layer(GatheredEntry(partial(self._gathered, tuple(names)), indices, scaling, dtype), base.bias, dropout)
+
+    def _check_written_before_sharding(self) -> None:
+        """Refuse a layer that was sharded with U in its weight: the shards cannot be restored."""
+        if any(entry.written for entry in self._entries.values()):
+            raise RuntimeError(
+                f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
+                "weights, and the shards hold them now. Call model.state_dict() before fully_shard, or "
+                "deepspeed.initialize: it puts the weights back."
             )
+
+    def _written_entry(
+        self, names: Sequence[str], sparse: list[Sparse], low_rank: list[LowRank], dtype: torch.dtype
+    ) -> "Entry":
+        """What is written into the base weight for these adapters; made anew where one of its tensors was replaced."""
         from ..ops.inplace_weight import Entry, Sweep
 
-        operands = (base.weight, sparse[0].values if sparse else None, indices, L, R, scaling, dtype)
+        values, indices = sparse[0] if sparse else (None, None)
+        L, R, scaling = low_rank[0][:3] if low_rank else (None, None, 1.0)
+        operands = (self.base_layer.weight, values, indices, L, R, scaling, dtype)
         if self.sweep is None:
             self.sweep = Sweep()
         entry = self._entries.get((*names, dtype))
@@ -253,13 +307,14 @@ class SupraLinear(nn.Module, SupraLayer):
                 self.sweep.drop(entry)
             entry = self._entries[*names, dtype] = self.sweep.add(Entry(*operands))
             entry.is_called = self._is_at_home
-        return Layer(entry, base.bias, dropout)
+        return entry
 
     def _is_at_home(self) -> bool:
+        """Whether the layer is still where `fusion.share_work` found it in its parent."""
         return self.home is None or self.home[0]._modules.get(self.home[1]) is self
 
     def _gathered(self, names: Sequence[str]) -> "Gathered":
-        """What the kernels compute with of these adapters, where weights are sharded: looked up anew, as it moves."""
+        """The gathered weight and the tensors of these adapters, read at each use: sharding replaces the parameters."""
         from ..ops.gathered_weight import Gathered
 
         weight = gathered_weight(self.base_layer, self.supra_layer)
@@ -268,7 +323,7 @@ class SupraLinear(nn.Module, SupraLayer):
         return Gathered(weight, sparse[0].values if sparse else None, L, R)
 
     def get_base_layer(self) -> Any:
-        """The base layer, with its own weight, which no other layer's forward writes into until this one's has."""
+        """The base layer with its own weight, which no other layer's forward writes to until this layer's has run."""
         if self.sweep is not None:
             self.sweep.forget()
         return super().get_base_layer()
@@ -280,31 +335,30 @@ class SupraLinear(nn.Module, SupraLayer):
         if self.sweep is not None:
             self.sweep.restore_others(self.base_layer.weight)
 
-    def forget(self) -> None:
+    def invalidate_caches(self) -> None:
         self.restore()
         if self.sweep is not None:
             self.sweep.drop(*self._entries.values())
         if self.shared_input is not None:
-            self.shared_input.forget()
-        for made in (self._entries, self._gradients, self._known, self._alone, self.kept, self.known_mlps):
-            made.clear()
+            self.shared_input.invalidate_caches()
+        for cache in _CACHES:
+            getattr(self, cache).clear()
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
-        here = {id(tensor) for store in self.adapter_layer_names for tensor in getattr(self, store).values()}
+        remaining = {id(tensor) for store in self.adapter_layer_names for tensor in getattr(self, store).values()}
         for number, group in list(self.compiled_groups.items()):
-            if any(id(tensor) not in here for tensor in group.trained):
+            if any(id(tensor) not in remaining for tensor in group.trained):
                 del self.compiled_groups[number]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.forget()
+        self.invalidate_caches()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the base's own bits, and nothing that can be made again."""
+        """State for copies and pickles: the restored base weight, and no caches."""
         self.restore()
-        made = ("_entries", "_known", "_alone", "kept", "known_mlps", "compiled_groups", "_gradients")
-        return {**self.__dict__, **{name: {} for name in made}, "home": None}
+        return {**self.__dict__, **{name: {} for name in (*_CACHES, "compiled_groups")}, "home": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -312,28 +366,28 @@ class SupraLinear(nn.Module, SupraLayer):
             self.number = number_of(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        unpack_whole(state_dict)  # done by now, unless there is no SupraModel around this layer
+        unpack_checked(state_dict)  # SupraModel has done it already, unless the layer is loaded without one
         self._arriving = self.check_checkpoint(state_dict, prefix)
-        self.forget()
+        self.invalidate_caches()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"supra.{super().__repr__()}"
 
 
-# The compiler breaks its graph here: it must look neither into launches of kernels nor into the reference's backward.
+# A graph break for the compiler, which can trace neither kernel launches nor the reference's backward.
 @torch.compiler.disable
 def _uncompiled(layer: SupraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return layer.forward(x, *args, **kwargs)
 
 
 def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:
-    """Before the tensors are read: what is saved of the base is the base."""
+    """State-dict pre-hook: the saved base weight must not contain U."""
     module.restore()
 
 
-def _accept_adapters(module: SupraLinear, incompatible_keys: Any) -> None:
-    """After the tensors are in: what came whole may be used."""
+def _mark_loaded(module: SupraLinear, incompatible_keys: Any) -> None:
+    """Load-state-dict post-hook: adapters whose tensors all came may be used."""
     for adapter in module._arriving:
-        module.supra_unloaded.pop(adapter, None)
+        module.pending_adapters.pop(adapter, None)
     module._arriving = []

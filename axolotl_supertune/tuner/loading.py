@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from .checkpoint import CONFIG, WEIGHTS, damaged
 from .config import SupraConfig
 from .layer import SupraLayer
-from .rollback import undone_on_error
+from .rollback import rollback_on_error
 
 
 def load_whole() -> None:
@@ -30,7 +30,7 @@ def _loading_whole(original: Any) -> Any:
     def load_adapter(self: Any, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.peft_config.get(adapter_name), SupraConfig):
             _check_replaced(self, model_id, adapter_name, kwargs)
-        with undone_on_error(self):
+        with rollback_on_error(self):
             try:
                 return original(self, model_id, adapter_name, *args, **kwargs)
             except SafetensorError as error:
@@ -45,7 +45,7 @@ def _loading_whole(original: Any) -> Any:
 def _from_pretrained(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with undone_on_error(model):
+        with rollback_on_error(model):
             return original.__func__(cls, model, *args, **kwargs)
 
     return classmethod(from_pretrained)
@@ -56,7 +56,7 @@ def _check_replaced(model: Any, model_id: str | os.PathLike[str], adapter_name: 
     layers = [
         module for module in model.modules() if isinstance(module, SupraLayer) and adapter_name in module.supra_budget
     ]
-    if any(adapter_name in layer.supra_unloaded for layer in layers):
+    if any(adapter_name in layer.pending_adapters for layer in layers):
         return  # the place that a file is to fill
     folder = Path(model_id) / (kwargs.get("subfolder") or "")
     if folder.is_dir() and not (folder / CONFIG).is_file():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..method.budget import BudgetRow, LayerBudget, budget_rows
 from .base_model import DTYPES, REMEDY, check_base, loaded_dtype, note_quantization, read_parameter
-from .checkpoint import is_packed, unpack_whole
+from .checkpoint import is_packed, unpack_checked
 from .config import SupraConfig, exact_targets
 from .fusion import share_work, unshare_work
 from .layer import SupraLayer
@@ -289,7 +289,7 @@ class SupraModel(BaseTuner):
         for layer in self._adapted_layers():
             if layer.merged:
                 raise ValueError(f"{layer.supra_layer}: an adapter is merged here: call unmerge_adapter() first.")
-            layer._check_loaded(adapters)
+            layer.check_loaded(adapters)
 
     @classmethod
     def _get_adapter_state_dict(cls, *args: Any, state_dict: dict[str, Any], adapter_name: str, **kwargs: Any) -> Any:
@@ -300,12 +300,12 @@ class SupraModel(BaseTuner):
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, *args: Any, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         """PEFT ≥ 0.21 looks for the names of the model's tensors in a file."""
-        unpack_whole(state_dict)
+        unpack_checked(state_dict)
         return super()._remap_adapter_state_dict_for_load(*args, state_dict=state_dict, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Check all that a checkpoint brings before the first tensor is copied: no error leaves a half-loaded model."""
-        unpack_whole(state_dict)
+        unpack_checked(state_dict)
         known = set()
         for name, module in self.named_modules():
             if isinstance(module, SupraLayer):

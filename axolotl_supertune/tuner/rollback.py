@@ -1,4 +1,4 @@
-"""What a model is like before adapters are put into it, to have it so again where that fails."""
+"""Snapshot of a model's adapters, and rollback when adding an adapter fails."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +9,12 @@ from torch import nn
 from .fusion import share_work, unshare_work
 from .layer import SupraLayer
 
-# Of PEFT's models, layers and wrappers: which adapters are active, and which ones a wrapper holds.
-_STATE = ("active_adapter", "_active_adapter", "_adapters")
+# Attributes of PEFT's models, layers and wrappers that name the active adapters and those that a wrapper holds.
+_ADAPTER_STATE = ("active_adapter", "_active_adapter", "_adapters")
 
 
-class Before:
-    """A model's modules, adapters, modes and what of it is trained, as they are now; no tensor is copied.
+class ModelSnapshot:
+    """A model's module tree, adapters, configs, training modes and `requires_grad` flags. No tensor is copied.
 
     Args:
         model: a `PeftModel`, or a base model that is about to be adapted.
@@ -27,7 +27,7 @@ class Before:
         self._state = [
             (module, name, _copied(vars(module)[name]))
             for module, _, _ in self._modules
-            for name in _STATE
+            for name in _ADAPTER_STATE
             if name in vars(module)
         ]
         self._adapters = [
@@ -40,7 +40,7 @@ class Before:
         ]
 
     def restore(self) -> None:
-        """Take out what was put in since; values that were changed in place stay."""
+        """Remove everything that was added since. Values that were changed in place keep their changes."""
         unshare_work(self._model)
         for module in self._model.modules():
             if isinstance(module, SupraLayer):
@@ -56,9 +56,9 @@ class Before:
             module.training = training
             if id(module) not in had_configs and isinstance(vars(module).get("peft_config"), dict):
                 del module.peft_config
-        for module, configs, held in self._configs:
+        for module, configs, entries in self._configs:
             configs.clear()
-            configs.update(held)
+            configs.update(entries)
             module.peft_config = configs
         for module, name, value in self._state:
             vars(module)[name] = _copied(value)
@@ -68,9 +68,9 @@ class Before:
 
 
 @contextmanager
-def undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Inside, adapters of SUPRA are put into `model`; any error leaves the model as it was before."""
-    before = Before(model)
+def rollback_on_error(model: nn.Module) -> Iterator[None]:
+    """Context in which SUPRA adapters are added to `model`: on an error the model is restored to its state before."""
+    before = ModelSnapshot(model)
     try:
         yield
     except BaseException:

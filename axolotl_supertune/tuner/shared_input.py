@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engines.sharding import is_by_zero3, is_gathered, is_sharded
-from .guards import Known
+from .guards import Guard, guard_together
 from .linear import SupraLinear
 
 if TYPE_CHECKING:  # Triton may be absent
@@ -34,7 +34,7 @@ class SharedInput:
         self._outputs: dict[int, Tensor] = {}
         self._misses = 0
         # One for training and one for evaluation: the group of all members.
-        self._known: dict[bool, Known] = {}
+        self._guards: dict[bool, Guard] = {}
         self._computed_by: Group | None = None
 
     def output(self, layer: SupraLinear, x: Tensor) -> Tensor | None:
@@ -53,8 +53,8 @@ class SharedInput:
                 return None
         if at != 0 or x.is_inference():  # of an inference tensor nobody can tell whether it was changed
             return None
-        known = self._known.get(layer.training)
-        group = known.found if known is not None and known.holds(x) else self._fitting_group(x)
+        known = self._guards.get(layer.training)
+        group = known.result if known is not None and known.is_valid(x) else self._fitting_group(x)
         if group is None:
             return None
         if group.stays:
@@ -66,23 +66,23 @@ class SharedInput:
 
     def _still(self, at: int) -> bool:
         """Whether the adapter of a member is what it was when its output was computed."""
-        known, group = self._known.get(self._members[at].training), self._computed_by
-        if known is None or group is None or known.found is not group:
+        known, group = self._guards.get(self._members[at].training), self._computed_by
+        if known is None or group is None or known.result is not group:
             return False
         # What is written into a weight that stays is taken out by whoever switches adapters; nothing tells of others.
-        return group.entries[at].is_unchanged() and (group.stays or known.holds(self._x))  # type: ignore[arg-type]
+        return group.entries[at].is_unchanged() and (group.stays or known.is_valid(self._x))  # type: ignore[arg-type]
 
     def _fitting_group(self, x: Tensor) -> "Group | None":
-        if not _same([self._parent._modules.get(name) for name in self._names], self._members):
+        if not same_objects([self._parent._modules.get(name) for name in self._names], self._members):
             self.dissolve()  # a member was taken out by hand
             return None
         # ZeRO-3 gathers by hooks: where layers have their own, siblings may be empty, and a look would gather them.
-        if any(is_by_zero3(member.base_layer) and _hooked(member) for member in self._members):
+        if any(is_by_zero3(member.base_layer) and has_hooks(member) for member in self._members):
             self.dissolve()
             return None
         layers = []
         for member in self._members:
-            layer = member.known_layer(x)
+            layer = member.cached_layer(x)
             if layer is None:
                 # Where FSDP gathers each of them apart it will not be otherwise next time.
                 if is_sharded(member.base_layer) and not is_gathered(member.base_layer):
@@ -91,30 +91,30 @@ class SharedInput:
             layers.append(layer)
         first = self._members[0]
         key = first.key("shared", x)
-        known = first.kept.get(key)
-        if known is None or not _same(known.found.layers, layers) or not known.holds(x):
+        known = first.guard_cache.get(key)
+        if known is None or not same_objects(known.result.layers, layers) or not known.is_valid(x):
             from ..ops import fused
 
-            group = known.found if known is not None and _same(known.found.layers, layers) else None
+            group = known.result if known is not None and same_objects(known.result.layers, layers) else None
             if group is None:
                 if not fused.fit_together(layers):
                     self.dissolve()
                     return None
                 group = fused.Group(layers)
-            known = first.kept[key] = _known_together(self._parent, self._names, self._members, x, group)
-        self._known[first.training] = known
-        return known.found
+            known = first.guard_cache[key] = guard_together(self._parent, self._names, self._members, x, group)
+        self._guards[first.training] = known
+        return known.result
 
     def dissolve(self) -> None:
         """Let every member compute alone from now on."""
         for member in self._members:
             member.shared_input = None
 
-    def forget(self) -> None:
+    def invalidate_caches(self) -> None:
         """Drop what was found of the members, and what was computed with it: the tensors of one may be taken out."""
         self._x, self._key, self._outputs, self._computed_by = None, None, {}, None
         first = self._members[0]
-        for found in (self._known, first.kept, first.known_mlps):
+        for found in (self._guards, first.guard_cache, first.mlp_guards):
             found.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,21 +124,12 @@ class SharedInput:
             "_key": None,
             "_outputs": {},
             "_misses": 0,
-            "_known": {},
+            "_guards": {},
             "_computed_by": None,
         }
 
 
-def _known_together(
-    parent: nn.Module, names: Sequence[str], members: Sequence[SupraLinear], x: Tensor, found: Any
-) -> Known:
-    """What was found for children of one module: holds as long as what was found for each child does."""
-    places: list[tuple[Any, Any, Any]] = [(parent._modules, *each) for each in zip(names, members, strict=True)]
-    places += [(member._known, member.training, member._known[member.training]) for member in members]
-    return Known(members, x, found, places)
-
-
-def _hooked(layer: nn.Module) -> bool:
+def has_hooks(layer: nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
@@ -147,6 +138,6 @@ def _key(x: Tensor, kind: str) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), x._version
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two sequences hold the very same objects."""
     return all(a is b for a, b in zip(one, other, strict=True))

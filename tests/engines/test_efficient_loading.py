@@ -40,7 +40,7 @@ def load(rank, folder, mask_score, efficient):
     assert ("; FSDP gathers the weights in every pass" in told) == bool(cfg.fsdp_config)
     layers = {name: module for name, module in adapted.named_modules() if isinstance(module, SupraLayer)}
     supports = {name: layer.supra_indices["default"] for name, layer in layers.items()}
-    unloaded = [name for name, layer in layers.items() if layer.supra_unloaded]
+    unloaded = [name for name, layer in layers.items() if layer.pending_adapters]
     return supports, (config.support, config.calibration), unloaded, {p.is_meta for p in adapted.parameters()}
 
 

@@ -11,7 +11,7 @@ from peft import get_peft_model
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.engines import sharding
 from axolotl_supertune.tuner import linear
-from axolotl_supertune.tuner.guards import Known
+from axolotl_supertune.tuner.guards import Guard
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def mark(request):
 def test_on_a_cpu_or_where_it_is_asked_for_the_weight_is_made_anew(layer, mark, monkeypatch, asked):
     monkeypatch.setenv("SUPERTUNE_KERNELS", asked)
     mark(layer)
-    assert layer.known_layer(torch.zeros(1, 64)) is None
-    assert not layer._compilable(torch.zeros(1, 64))
+    assert layer.cached_layer(torch.zeros(1, 64)) is None
+    assert not layer._is_compilable(torch.zeros(1, 64))
     layer(torch.zeros(1, 64)).sum().backward()
     assert layer._gradients
 
@@ -49,9 +49,9 @@ def test_what_the_kernels_write_into_a_gathered_weight_does_not_stay(layer, mark
     pytest.importorskip("triton")
     monkeypatch.setattr(linear, "takes_kernels", lambda *args, **kwargs: True)
     mark(layer)
-    assert not layer.known_layer(torch.zeros(1, 64)).entry.stays
+    assert not layer.cached_layer(torch.zeros(1, 64)).entry.stays
     assert not layer._entries
-    assert not layer._compilable(torch.zeros(1, 64))
+    assert not layer._is_compilable(torch.zeros(1, 64))
 
 
 def test_a_demand_for_the_kernels_is_met_or_refused(layer, mark, monkeypatch):
@@ -78,7 +78,7 @@ def test_what_computes_the_gradient_is_made_once_for_a_support_and_not_copied(la
     assert found[0] is found[1]
     assert copy.deepcopy(layer)._gradients == {}
     support = layer.supra_indices["default"].flip(0).sort().values
-    layer.take_support("default", support)
+    layer.set_support("default", support)
     assert layer._gradients == {}
     layer(torch.ones(1, 64)).sum().backward()
     assert layer._gradients["default"][0] is support
@@ -96,10 +96,10 @@ def test_sharding_written_weights_is_refused(layer, mark):
 def test_what_was_found_before_zero_3_is_not_used_after_it(layer):
     """It puts another table of parameters in the place of the layer's; the parameters are the same."""
     x = torch.zeros(1, 64)
-    known = Known([layer], x, "found")
-    assert known.holds(x)
+    known = Guard([layer], x, "found")
+    assert known.is_valid(x)
     layer.base_layer._parameters = OrderedDict(layer.base_layer._parameters)
-    assert not known.holds(x)
+    assert not known.is_valid(x)
 
 
 def test_a_weight_that_zero_3_has_not_gathered_names_the_layer(layer):

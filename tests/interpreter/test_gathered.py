@@ -78,7 +78,7 @@ def dense(monkeypatch, ids):
 
 
 def entries(layers):
-    return [known.found.entry for layer in layers for known in layer._known.values()]
+    return [known.result.entry for layer in layers for known in layer._guards.values()]
 
 
 @pytest.mark.parametrize(

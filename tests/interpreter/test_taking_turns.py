@@ -122,7 +122,7 @@ def deleted_at_a_layer(model):
 
 def with_another_support_at_a_layer(model):
     layer, name = layer_of(model), "default"
-    layer.take_support(name, layer.supra_indices[name].flip(0).sub(layer.out_features * layer.in_features - 1).neg())
+    layer.set_support(name, layer.supra_indices[name].flip(0).sub(layer.out_features * layer.in_features - 1).neg())
     layer.enable_adapters(False)
 
 

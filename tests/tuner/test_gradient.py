@@ -112,7 +112,7 @@ def test_a_saved_support_comes_back_and_is_not_chosen_again(tmp_path):
 def test_held_values_stay_at_zero_under_adam():
     model = adapted(supra_lambda=0.5)
     for layer in sparse_layers(model):
-        layer.supra_unloaded.clear()
+        layer.pending_adapters.clear()
     release = hold_values(model)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
     loss_of(model)(IDS[0]).backward()

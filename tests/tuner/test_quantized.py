@@ -591,7 +591,7 @@ def test_a_merge_into_an_adapter_that_is_not_loaded_is_refused_before_anything_c
 def test_the_kernels_that_keep_w_plus_u_in_the_weight_refuse_a_quantized_one(kind):
     layer = make_layer(kind)
     assert "no plain contiguous tensor" in tensor_obstacle(torch.zeros(2, 64), layer.weight, [], [])
-    assert wrap(layer).known_layer(torch.zeros(2, 64)) is None
+    assert wrap(layer).cached_layer(torch.zeros(2, 64)) is None
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

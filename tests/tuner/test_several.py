@@ -576,7 +576,7 @@ def test_safe_merge_of_what_is_not_finite_in_the_last_layer_merges_no_layer(hot,
 
 def test_merge_of_an_adapter_that_one_layer_still_waits_for_merges_no_layer(hot):
     last = list(layers(hot).values())[-1]
-    last.supra_unloaded["default"] = True
+    last.pending_adapters["default"] = True
     before = bits(hot)
     for merge in (hot.merge_adapter, hot.merge_and_unload):
         with pytest.raises(RuntimeError, match="adapter 'default' is not loaded"):

@@ -38,7 +38,7 @@ class QuantizedSupraLinear(SupraLinear):
         """x (..., b) → (..., c), in the dtype of x."""
         return super().forward(x, *args, **kwargs)
 
-    def known_layer(self, x: Tensor) -> None:
+    def cached_layer(self, x: Tensor) -> None:
         """None: the kernels keep W + M⊙U in the base weight, and a quantized one has no room for it."""
         return None
 
