@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ..method.activation_norms import ActivationNorms
+from ..method.cuda_memory import PeakMemory
 from ..tuner.base_calibration import calibrate
 from .job import ON_4_BITS, Job, model_config
 from .methods import PaperLinear, apply_method
@@ -42,26 +43,22 @@ class Watch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self.seconds = 0.0
         self.peak_gib: float | None = None
         self.extra_gib: float | None = None
 
     def __enter__(self) -> Self:
-        if self._cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
+        self._memory = PeakMemory(self._device)
         self._start = time.perf_counter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._cuda and error is None:
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
-            self.peak_gib, self.extra_gib = peak / GIB, (peak - self._before) / GIB
+        if self._device.type == "cuda" and error is None:
+            peak = self._memory.read()
+            self.peak_gib, self.extra_gib = peak / GIB, (peak - self._memory.before) / GIB
         self.seconds = time.perf_counter() - self._start
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-DENSE_BYTES = 2 * 2**30
+from .sizes import DENSE_BYTES
 
 B = TypeVar("B")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..method import sizes
 from . import kernels
 from .gathered_weight import GatheredEntry
 from .inplace_weight import Entry
@@ -158,7 +159,7 @@ class Group(_Remade):
         chosen = dys if len(self.sparse) == len(dys) else [dys[at] for at in self.sparse]
         _, transpose, products = self.sampling
         outs = products.new()
-        size = kernels.TOKENS_AT_ONCE
+        size = sizes.TOKENS_AT_ONCE
         tokens = x.numel() // x.shape[-1]
         if tokens <= size:
             buffer, (x_t, *dy_ts) = transpose(x, *chosen)
@@ -283,7 +284,7 @@ def mlp_backward(
     with _Written(mlp.entries, saved.versions):
         x, dy = _operand(x, mlp.gate_up.dtype), _operand(grad, mlp.down.dtype)
         tokens = dy.numel() // dy.shape[-1]
-        together = trains and mlp.together and tokens <= kernels.TOKENS_AT_ONCE
+        together = trains and mlp.together and tokens <= sizes.TOKENS_AT_ONCE
         down_alone = trains and bool(mlp.down.sparse) and not together
         # The product is needed whole for dR of down, and for its dU where that is not taken from the transposed one.
         h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_alone else gate

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..method.sizes import padded_rank
 from . import kernels, write_kernels
 from .kernels import Plan
 
@@ -148,7 +149,7 @@ def room_for_factors(
     """Empty (r', c) and (r', b) for copies of L (c, r) and R (r, b); None without a low-rank part."""
     if L is None or R is None:
         return None
-    rank = kernels.padded_rank(R.shape[0])
+    rank = padded_rank(R.shape[0])
     with torch.inference_mode(False):  # made in an evaluation, used in training
         left, right = (torch.empty((rank, size), dtype=dtype, device=R.device) for size in weight.shape)
     return left, right

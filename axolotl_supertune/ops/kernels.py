@@ -11,18 +11,15 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from ..method.sizes import ENTRIES_PER_CHUNK
 from . import programs
 from .launcher import Call, address, places
 
 # Transposed operands are padded to a multiple of this many tokens, with zeros.
 PAD = 64
-# Longer inputs are transposed and multiplied a piece at a time: the transposed copies stay small.
-TOKENS_AT_ONCE = 16384
-# Entries that one program of the sampled product computes, and tokens it reads at once.
-_CHUNK = 4
+# Tokens that one program of the sampled product reads at once.
 _TOKENS = 256
 # One Philox call gives eight 16-bit numbers, for eight neighbouring features of a token.
 _LEVELS = 65536
@@ -62,10 +59,12 @@ def make_plan(indices: Tensor, shape: tuple[int, int]) -> Plan:
         owners, width = columns[order], b
     counts = torch.bincount(owners, minlength=width)
     ends = counts.cumsum(0)
-    pieces = (counts + _CHUNK - 1) // _CHUNK
+    pieces = (counts + ENTRIES_PER_CHUNK - 1) // ENTRIES_PER_CHUNK
     owner = torch.repeat_interleave(torch.arange(width, device=flat.device), pieces)
     first = pieces.cumsum(0) - pieces
-    start = (ends - counts)[owner] + (torch.arange(owner.numel(), device=flat.device) - first[owner]) * _CHUNK
+    start = (ends - counts)[owner] + (
+        torch.arange(owner.numel(), device=flat.device) - first[owner]
+    ) * ENTRIES_PER_CHUNK
     start = torch.cat([start, torch.tensor([flat.numel()], device=flat.device)])
     return Plan(indices, None if order is None else order.int(), owner.int(), start.int(), by_row=by_row, shape=(c, b))
 
@@ -86,11 +85,6 @@ def few_columns(plans: Sequence[Plan]) -> tuple[Tensor | None, list[Plan]]:
         indices = (flat // width * count + place[flat % width]).to(plan.indices.dtype)
         compact.append(make_plan(indices, (plan.shape[0], count)))
     return columns, compact
-
-
-def padded_rank(rank: int) -> int:
-    """r': the rank that the kernels compute with, a power of two of at least 16."""
-    return max(16, triton.next_power_of_2(rank))
 
 
 def dropout_threshold(probability: float) -> int:
@@ -141,7 +135,14 @@ class SampledProducts:
         dtypes = (dtype, dtype, torch.float32) * MAX_PARTS
         bound = (*tables, *ends[:2])
         self._calls = [
-            Call(programs.sampled_product, dtypes, bound, (len(plans), add, _CHUNK, _TOKENS), device, num_warps=1)
+            Call(
+                programs.sampled_product,
+                dtypes,
+                bound,
+                (len(plans), add, ENTRIES_PER_CHUNK, _TOKENS),
+                device,
+                num_warps=1,
+            )
             for add in (False, True)
         ]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..method import sizes
 from .launcher import aligned
 from .reference import (
     LowRank,
@@ -86,7 +87,7 @@ class SampledGradient:
         if dtype not in self._kernels:
             device = self._plan.indices.device
             transpose = kernels.Transpose(self._widths, dtype, device)
-            self._kernels[dtype] = transpose, kernels.SampledProducts([self._plan], dtype), kernels.TOKENS_AT_ONCE
+            self._kernels[dtype] = transpose, kernels.SampledProducts([self._plan], dtype), sizes.TOKENS_AT_ONCE
         return self._kernels[dtype]
 
     def __call__(self, x: Tensor, dy: Tensor) -> Tensor:

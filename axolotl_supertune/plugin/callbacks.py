@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from ..engines.processes import Processes
 from ..engines.sharding import dtype_of, shape_of
+from ..method.cuda_memory import PeakMemory
 from ..tuner import SupraLayer
 from .load import untrained
 from .verify import adapter_tensors, check_saved
@@ -115,7 +116,7 @@ class LogCost(TrainerCallback):
         self._store = trainer.store_metrics
         self._tokens: Tensor | int = 0
         self._started = self._stopped = time.perf_counter()
-        self._peak = 0
+        self._peak: PeakMemory | None = None
         training_step = trainer.training_step
 
         def counted(model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -125,10 +126,9 @@ class LogCost(TrainerCallback):
         trainer.training_step = counted
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.device.type == "cuda":
-            # Axolotl does the same at every log: nobody's peak is lost but that of loading and calibration.
-            torch.cuda.reset_peak_memory_stats(args.device)
-        self._tokens = self._peak = 0
+        # Axolotl resets the statistics at every log too: no peak is lost but that of loading and calibration.
+        self._peak = PeakMemory(args.device)
+        self._tokens = 0
         self._started = self._stopped = time.perf_counter()
         model = kwargs["model"]
         trainable = sum(shape_of(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -140,16 +140,14 @@ class LogCost(TrainerCallback):
             control.should_log = True
         if not (control.should_log or control.should_evaluate or control.should_save):
             return
-        if args.device.type == "cuda":
-            torch.cuda.synchronize(args.device)
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated(args.device))
+        peak = self._peak.read() if self._peak is not None else 0
         self._stopped = time.perf_counter()
         tokens, elapsed = int(self._tokens), self._stopped - self._started
         if not (control.should_log and tokens and elapsed > 0):
             return
         self._store({"supertune/tokens_per_second": tokens / elapsed})
-        if self._peak:
-            self._store({"supertune/peak_memory_gib": self._peak / 2**30}, reduction="max")
+        if peak:
+            self._store({"supertune/peak_memory_gib": peak / 2**30}, reduction="max")
         self._tokens, self._started = 0, self._stopped
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:

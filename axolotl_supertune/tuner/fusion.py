@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..method.sizes import GATED_MLP
 from ..ops.dispatch import requested
 from .custom_op import number_of
 from .guards import guard_together
@@ -19,7 +20,6 @@ if TYPE_CHECKING:  # Triton may be absent
 
 
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _MLP_SOURCES = {
     "defforward(self,x):down_proj=self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))returndown_proj",
     "defforward(self,x):returnself.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))",
@@ -65,7 +65,7 @@ def unshare_work(model: nn.Module) -> None:
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether a module is down(silu(gate(x))·up(x)) in so many words, with all three layers adapted."""
-    layers = [module._modules.get(name) for name in _MLP]
+    layers = [module._modules.get(name) for name in GATED_MLP]
     if not all(isinstance(layer, SupraLinear) for layer in layers) or "forward" in vars(module):
         return False
     if not _is_silu(module):
@@ -114,7 +114,7 @@ def _fitting_mlp(parent: Any, members: list[Any], x: Tensor) -> "GatedMLP | None
         if mlp is None or not same_objects(mlp.layers, layers):
             alike = fit_together(layers[:2]) and layers[0].entry.stays == layers[2].entry.stays
             mlp = GatedMLP(*layers) if alike else None
-        one = kept[key] = guard_together(parent, _MLP, members, x, mlp)
+        one = kept[key] = guard_together(parent, GATED_MLP, members, x, mlp)
     members[0].mlp_guards[parent.training] = one
     found: GatedMLP | None = one.result
     return found

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engines.sharding import gathered_weight, is_gathered, is_sharded, is_whole
+from ..method.sizes import padded_rank
 from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
 from ..ops.dispatch import requested, takes_sampled_products, tensor_obstacle
 from ..ops.recomputed_weight import BlockGradient, SampledGradient, SupportGradient, transient_linear
@@ -219,8 +220,6 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def thin_width(self) -> int:
         """Columns of the product x·Rᵀ that is saved for backward: the padded rank, or 0 without a low-rank part."""
-        from ..ops.kernels import padded_rank
-
         names: Any = self.active_adapters
         name = names[0]
         return padded_rank(self.supra_R[name].shape[0]) if name in self.supra_R else 0

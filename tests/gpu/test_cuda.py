@@ -9,6 +9,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 
 from axolotl_supertune import SupraConfig, calibrate
+from axolotl_supertune.method.cuda_memory import PeakMemory
 from axolotl_supertune.method.scores import magnitude_score, wanda_score
 from axolotl_supertune.method.support import select_support
 from axolotl_supertune.ops import LowRank, Sparse, dispatch, effective_weight, sparse_linear
@@ -31,11 +32,10 @@ def test_a_model_on_the_cpu_has_its_supports_chosen_on_the_gpu_a_layer_at_a_time
     norms = calibrate(tiny_llama(**sizes), [ids], progress=False)
     found = []
     for device in (None, "cuda"):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        memory = PeakMemory(torch.device("cuda"))
         model = get_peft_model(tiny_llama(**sizes), SupraConfig(activation_norms=norms, support_device=device))
         # The largest layer has 2 MiB; choosing takes 24 bytes an entry of a block beside it.
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = memory.read() - memory.before
         assert peak == 0 if device is None else 2 * 2**20 <= peak <= 40 * 2**20
         assert {each.device.type for each in model.state_dict().values()} == {"cpu"}
         found.append({name: each for name, each in model.state_dict().items() if "supra_indices" in name})

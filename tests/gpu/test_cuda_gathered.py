@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from axolotl_supertune import SupraConfig
+from axolotl_supertune.method.cuda_memory import PeakMemory
 from axolotl_supertune.ops import effective_weight
 from axolotl_supertune.ops.gathered_weight import GatheredEntry
 
@@ -97,12 +98,11 @@ def test_beside_the_gathered_weight_there_is_no_effective_weight_and_no_dense_gr
     x, dy = draw(TOKENS, B).requires_grad_(), draw(TOKENS, C, seed=8)
     block(x).backward(dy)  # what is made once is made
     x.grad = None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    memory = PeakMemory(torch.device("cuda"))
     y = block(x)
-    kept = torch.cuda.memory_allocated() - before
+    kept = torch.cuda.memory_allocated() - memory.before
     y.backward(dy)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = memory.read() - memory.before
     size = weight.nbytes  # 16 MiB; a dense fp32 gradient would be 32
     assert kept <= y.nbytes + MIB, "the weight was freed after forward"
     operands = x.nbytes + y.nbytes

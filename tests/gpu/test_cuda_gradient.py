@@ -9,6 +9,7 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from axolotl_supertune import SupraConfig
+from axolotl_supertune.method.cuda_memory import PeakMemory
 from axolotl_supertune.method.gradient_scores import gradient_scores
 from axolotl_supertune.method.support import select_support
 from axolotl_supertune.tuner.gradient import choose_supports, sparse_layers
@@ -65,12 +66,10 @@ def test_no_more_than_a_group_is_dense(squared):
     given = batches(2)
 
     def peak(dense_bytes):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        memory = PeakMemory(torch.device("cuda"))
         for _ in gradient_scores(layers, given, loss_of(model), squared=squared, dense_bytes=dense_bytes):
             pass
-        return torch.cuda.max_memory_allocated() - before
+        return memory.read() - memory.before
 
     peak(2**40)  # what a first pass allocates for good
     whole, few = peak(2**40), peak(every // 8)

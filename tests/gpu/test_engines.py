@@ -251,6 +251,7 @@ def test_what_an_engine_saved_merges_and_loads(whole, engine, write):
 
 def test_streamed_calibration_has_one_layer_on_the_device(tiny_llama):
     from axolotl_supertune import calibrate
+    from axolotl_supertune.method.cuda_memory import PeakMemory
     from axolotl_supertune.method.layerwise import streamed
 
     changes = {"num_hidden_layers": 16, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
@@ -258,11 +259,10 @@ def test_streamed_calibration_has_one_layer_on_the_device(tiny_llama):
     layer = sum(each.nbytes for each in model.model.layers[0].parameters())
     rest = sum(each.nbytes for each in model.parameters()) - 16 * layer
     ids = torch.randint(0, 97, (2, 32), generator=torch.Generator().manual_seed(0))
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    memory = PeakMemory(torch.device("cuda"))
     with streamed(model, "cuda"):
         norms = calibrate(model, [ids], progress=False)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = memory.read() - memory.before
     assert peak < rest + 2 * layer + 32 * 2**20, "cuBLAS's workspace and the activations are the rest"
     assert all(each.device.type == "cpu" for each in model.parameters())
     whole = calibrate(model.cuda(), [ids], progress=False)

@@ -17,6 +17,7 @@ from kernel_cases import (
     relative_error,
 )
 
+from axolotl_supertune.method import sizes
 from axolotl_supertune.ops import effective_weight, fused, kernels, sparse_linear
 from axolotl_supertune.ops.fused import GatedMLP, Group, gated_mlp, linear_group
 from axolotl_supertune.ops.inplace_weight import Entry, Sweep
@@ -142,7 +143,7 @@ def test_long_inputs_are_taken_a_piece_at_a_time(monkeypatch, kind):
     cases, x = group_cases(kind), draw(150, B).requires_grad_()
     expected = reference(cases, x)
     assert_close(run_group(cases, x), expected, TOLERANCE)
-    monkeypatch.setattr(kernels, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(sizes, "TOKENS_AT_ONCE", 64)
     assert_close(run_group(cases, x), expected, TOLERANCE)
 
 
@@ -299,7 +300,7 @@ def test_gated_mlp_wider_than_its_intermediate():
 @pytest.mark.parametrize("kind", ["sl", "s", "gate has no support"])
 def test_gated_mlp_of_a_long_input(monkeypatch, kind):
     cases, x = mlp_cases(kind), draw(150, B).requires_grad_()
-    monkeypatch.setattr(kernels, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(sizes, "TOKENS_AT_ONCE", 64)
     assert_close(run_mlp(cases, x), exact_mlp(cases, x), TOLERANCE)
 
 
@@ -579,7 +580,7 @@ def test_gated_mlp_of_supports_that_touch_few_columns(monkeypatch):
     saved, y = saved_by(lambda: gated_mlp(x, mlp))
     assert sum(tensor.numel() for tensor in saved) == 150 * (2 + 2 * INNER)
     assert_close(gradients([y], x, cases), expected, TOLERANCE)
-    monkeypatch.setattr(kernels, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(sizes, "TOKENS_AT_ONCE", 64)
     assert_close(run_mlp(cases, x), expected, TOLERANCE)
 
 

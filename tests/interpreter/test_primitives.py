@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import SUPPORTS, make_support, relative_error
 
+from axolotl_supertune.method.sizes import padded_rank
 from axolotl_supertune.ops import Sparse, effective_weight, kernels, write_kernels
 
 CPU = torch.device("cpu")
@@ -161,7 +162,7 @@ RANKS = [3, 1, 16]
 
 def packed(rank, width, seed, dtype=torch.float32):
     """(r', n): F below the rank, zeros above."""
-    padded = kernels.padded_rank(rank)
+    padded = padded_rank(rank)
     return F.pad(draw(rank, width, seed=seed), (0, 0, 0, padded - rank)).to(dtype)
 
 
@@ -293,7 +294,7 @@ def test_dropout_threshold(probability, threshold):
 
 @pytest.mark.parametrize(("rank", "padded"), [(1, 16), (15, 16), (16, 16), (17, 32), (33, 64), (128, 128)])
 def test_padded_rank(rank, padded):
-    assert kernels.padded_rank(rank) == padded
+    assert padded_rank(rank) == padded
 
 
 # SwiGLU

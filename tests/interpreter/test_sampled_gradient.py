@@ -11,7 +11,8 @@ from peft import get_peft_model
 from torch import nn
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import Sparse, dispatch, kernels
+from axolotl_supertune.method import sizes
+from axolotl_supertune.ops import Sparse, dispatch
 from axolotl_supertune.ops.recomputed_weight import BlockGradient, SampledGradient, transient_linear
 
 SHAPES = [(16, 9), (9, 16), (2, 2), (33, 70)]
@@ -42,7 +43,7 @@ def test_sums_in_fp32_whatever_the_operands(dtype):
 
 
 def test_long_inputs_are_taken_a_piece_at_a_time(monkeypatch):
-    monkeypatch.setattr(kernels, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(sizes, "TOKENS_AT_ONCE", 64)
     indices = make_support(16, 9, 40)
     x, dy = operands(16, 9, 150)
     found = SampledGradient(indices, (16, 9))(x, dy)

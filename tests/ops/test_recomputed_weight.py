@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 import torch
-from test_ops import assert_same as assert_reference_same
-from test_ops import dense_linear, make_dense, make_low_rank, make_sparse, outputs, relative_error, scatter
+from test_reference import assert_same as assert_reference_same
+from test_reference import dense_linear, make_dense, make_low_rank, make_sparse, outputs, relative_error, scatter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 

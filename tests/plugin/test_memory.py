@@ -15,11 +15,10 @@ from axolotl_supertune import SupraConfig, budget_table
 from axolotl_supertune.bench.job import model_config
 from axolotl_supertune.method.budget import budget_rows, layer_budget
 from axolotl_supertune.method.calibration import default_layers
-from axolotl_supertune.method.gradient_scores import DENSE_BYTES
+from axolotl_supertune.method.sizes import DENSE_BYTES
 from axolotl_supertune.ops.recomputed_weight import BlockGradient
 from axolotl_supertune.plugin.plan.from_yaml import CHECKED, shape_of
 from axolotl_supertune.plugin.plan.memory import (
-    DENSE_GRADIENTS,
     GIB,
     OPTIMIZERS,
     activation_bytes,
@@ -327,7 +326,6 @@ def test_a_choice_by_gradient_holds_a_group_of_dense_sums(llama_8b):
         estimate(shape, rows, step, gradient=each) for each in (None, GradientPass(), GradientPass(squared=True))
     )
     assert moment not in plain.moments
-    assert DENSE_GRADIENTS == DENSE_BYTES
     for found in (one, two):
         assert found.moment == moment
         assert found.parts["dense gradients"] == DENSE_BYTES

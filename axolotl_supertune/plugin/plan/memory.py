@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...method.budget import BudgetRow
+from ...method.sizes import DENSE_BYTES, ENTRIES_PER_CHUNK, GATED_MLP, TOKENS_AT_ONCE, padded_rank
 from .workload import Calibration, Engine, GradientPass, Shape, Step
 
 GIB = 2**30
@@ -26,9 +27,6 @@ ATTENTION_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_k
 ATTENTION_OUTPUTS = frozenset({"o_proj", "dense", "out_proj"})
 MLP_INPUTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"})
 MLP_OUTPUTS = frozenset({"down_proj", "w2"})
-DENSE_GRADIENTS = 2 * GIB  # that a choice by gradient holds at once, as gradients.DENSE_BYTES has it
-_TOKENS_AT_ONCE = 16384  # that the kernels transpose, as ops.kernels has it
-_FUSED_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 # Optimizer → bytes of state for each trained scalar, and whether that lies on the GPU. Blocks of 256 share an fp32
 # scale in the 8-bit ones.
@@ -196,7 +194,7 @@ def _choice(shape: Shape, rows: Sequence[BudgetRow], step: Step, gradient: Gradi
     logits = loss_bytes(shape, step)
     backward = (block if step.checkpointing != "none" else 0.0) + transient + 4.0 * step.tokens * sides
     return {
-        "dense gradients": min(every, max(float(DENSE_GRADIENTS), *sizes)) if sizes else 0.0,
+        "dense gradients": min(every, max(float(DENSE_BYTES), *sizes)) if sizes else 0.0,
         "activations": kept + (backward if backward > logits else 0.0),
         "logits and loss": 0.0 if backward > logits else logits,
     }
@@ -221,7 +219,7 @@ def adapter_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
     if step.method != "supra" or not step.fused:
         return trained
     padded = sum(
-        row.layers * _padded(row.budget.rank) * (row.budget.out_features + row.budget.in_features) for row in rows
+        row.layers * padded_rank(row.budget.rank) * (row.budget.out_features + row.budget.in_features) for row in rows
     )
     return trained + padded * step.width
 
@@ -244,7 +242,7 @@ def index_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
             by_row = budget.out_features >= budget.in_features
             owners = min(count, max(budget.out_features, budget.in_features))
             # Chunks of four entries of one owner, the last one of each half full on average; two int32 a chunk.
-            chunks = count / 4 + owners / 2
+            chunks = count / ENTRIES_PER_CHUNK + owners / 2
             each += 8 * chunks + (0 if by_row else 4 * count)
         total += row.layers * each
     return total
@@ -301,11 +299,6 @@ def activation_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> tup
     return shape.blocks * checkpoint + tail + mask, block, _transient(shape, rows, step)
 
 
-def _padded(rank: int) -> int:
-    """The rank that the kernels compute with, as ops.kernels has it; 0 stays 0."""
-    return max(16, 1 << (rank - 1).bit_length()) if rank else 0
-
-
 def _kept(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     """Bytes that one block keeps for its backward, a token."""
     w, hidden, inner = step.width, shape.hidden, shape.intermediate
@@ -336,7 +329,7 @@ def _kept(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     known = ATTENTION_INPUTS | ATTENTION_OUTPUTS | MLP_INPUTS | MLP_OUTPUTS
     if own and step.fused:
         # The low-rank part's inner product, of padded rank.
-        kept += sum(row.layers * _padded(row.budget.rank) for row in rows) * w / shape.blocks
+        kept += sum(row.layers * padded_rank(row.budget.rank) for row in rows) * w / shape.blocks
     if own:
         # Layers of other names: each an input of its own.
         kept += sum(row.layers * row.budget.in_features * w for row in rows if row.kind not in known) / shape.blocks
@@ -350,7 +343,7 @@ def _kept(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
 def _transient(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     """Bytes that the backward of one block needs beside what was kept: the MLP's, where it is widest."""
     w, hidden, inner, tokens = step.width, shape.hidden, shape.intermediate, step.tokens
-    at_once = min(tokens, _TOKENS_AT_ONCE)
+    at_once = min(tokens, TOKENS_AT_ONCE)
     if _mlp_is_fused(rows, step):
         # The gradients of the output, the product, gate and up; transposed copies of the last three, a piece at a time.
         return w * (tokens * (hidden + 3 * inner) + 3 * inner * at_once)
@@ -373,7 +366,7 @@ def _transient(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
 def _mlp_is_fused(rows: Sequence[BudgetRow], step: Step) -> bool:
     """Whether the kernels compute the MLP as one: all three layers adapted, and it is Llama's."""
     own = step.method == "supra" and step.fused
-    return own and step.mlp == "plain" and {row.kind for row in rows} >= _FUSED_MLP
+    return own and step.mlp == "plain" and {row.kind for row in rows} >= set(GATED_MLP)
 
 
 def _gathered(shape: Shape, step: Step, engine: Engine) -> tuple[float, float]:
