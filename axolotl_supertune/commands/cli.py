@@ -9,7 +9,7 @@ import click
 
 from ..bench.run import bench
 from ..grid.command import sweep
-from ..grid.report import report
+from ..grid.report.report import report
 from ..method.atomic_files import whole_file, writing
 from ..plugin.plan.plan import plan
 from ..tasks import TASK_FOLDER

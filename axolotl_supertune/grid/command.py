@@ -46,14 +46,14 @@ def sweep(
     """
     from rich.console import Console
 
-    from .jobs import OutOfTime, Places, Signalled
-    from .sweep import Stage, Sweep
+    from .sweep.jobs import Devices, OutOfTime, Signalled
+    from .sweep.sweep import Stage, Sweep
 
     assert until in get_args(Stage)
     console = Console(highlight=False)
     try:
-        places = Places(visible_gpus(gpus), jobs_per_gpu)
-        work = Sweep(grid, places, console, time_limit=time_limit, retry_failed=retry_failed)
+        devices = Devices(visible_gpus(gpus), jobs_per_gpu)
+        work = Sweep(grid, devices, console, time_limit=time_limit, retry_failed=retry_failed)
         if dry_run:
             said = work.foresee()  # before the list: Axolotl logs
             click.echo(work.plan())

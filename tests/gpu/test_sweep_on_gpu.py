@@ -10,9 +10,9 @@ import yaml
 from rich.console import Console
 
 from axolotl_supertune.grid.command import visible_gpus
-from axolotl_supertune.grid.jobs import Places
 from axolotl_supertune.grid.records import read_runs, read_scores
-from axolotl_supertune.grid.sweep import Sweep
+from axolotl_supertune.grid.sweep.jobs import Devices
+from axolotl_supertune.grid.sweep.sweep import Sweep
 
 PACKAGE = Path(__file__).parents[2]
 # The tiny model and its YAML.
@@ -61,7 +61,7 @@ def test_runs_share_a_gpu_and_say_so(settings, problems, tmp_path, monkeypatch, 
         "score": {"limit": 4, "max_gen_toks": 8, "runs": "chosen" if DATA.is_dir() else "none", "data_dir": str(DATA)},
     }
     (tmp_path / "grid.yml").write_text(yaml.safe_dump(grid))
-    places = Places(visible_gpus(",".join(map(str, range(gpus)))), 3)
+    places = Devices(visible_gpus(",".join(map(str, range(gpus)))), 3)
     good = Sweep(tmp_path / "grid.yml", places, Console(width=200)).sweep()
     runs = read_runs(tmp_path / "runs")
     assert good, "\n\n".join(f"{run.key}: {run.error}" for run in runs if run.error)

@@ -51,14 +51,14 @@ class Stage:
         self.plan = {"calls": str(folder / "calls.jsonl")}
         self.printed = ""
 
-    def sweep(self, grid, places=None, until="score", **options):
-        from axolotl_supertune.grid.jobs import Places
-        from axolotl_supertune.grid.sweep import Sweep
+    def sweep(self, grid, devices=None, until="score", **options):
+        from axolotl_supertune.grid.sweep.jobs import Devices
+        from axolotl_supertune.grid.sweep.sweep import Sweep
 
         self.write_plan()
         out = io.StringIO()
         try:
-            sweep = Sweep(grid, places or Places(()), Console(file=out, width=200), **COMMANDS, **options)
+            sweep = Sweep(grid, devices or Devices(()), Console(file=out, width=200), **COMMANDS, **options)
             return sweep.sweep(until)
         finally:
             self.printed = out.getvalue()

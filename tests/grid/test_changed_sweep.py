@@ -9,10 +9,10 @@ import yaml
 from grid_cases import MAGNITUDE
 
 from axolotl_supertune.grid.config import GridError
-from axolotl_supertune.grid.digests import Contents, data_paths, digest
-from axolotl_supertune.grid.jobs import Places, Signalled
 from axolotl_supertune.grid.records import Run, read_run, read_runs, read_scores
-from axolotl_supertune.grid.sweep import Sweep
+from axolotl_supertune.grid.sweep.file_digests import FileDigests, data_paths, digest
+from axolotl_supertune.grid.sweep.jobs import Devices, Signalled
+from axolotl_supertune.grid.sweep.sweep import Sweep
 
 RUNS = Path("runs")
 COMMITTED = Path(__file__).parents[2] / "examples/paper/results/smollm2-135m/runs"
@@ -37,7 +37,7 @@ def test_finished_runs_of_another_file_are_refused(stage, write_grid, name, runs
     message = (
         rf"finished runs .* \({count}\):\n  runs/{runs}/lr0.001-ep1-seed0: {name}: sha256 \w{{12}} there, .*\n.*Put"
     )
-    for act in (lambda: stage.sweep(grid), lambda: Sweep(grid, Places(()), None).plan()):
+    for act in (lambda: stage.sweep(grid), lambda: Sweep(grid, Devices(()), None).plan()):
         with pytest.raises(GridError, match=f"(?s){message}"):
             act()
     assert stage.calls() == []
@@ -74,7 +74,7 @@ def test_of_other_data_everything_is_prepared_anew(stage, write_grid, name):
 def test_data_that_was_tokenized_in_another_order_is_left_alone(stage, write_grid):
     """An earlier version shuffled by the seed of whichever run came first, and named the folder by the files alone."""
     grid = write_grid(score={"runs": "none"})
-    before = RUNS / "prepared" / digest(Contents().of(["train.jsonl", "valid.jsonl"]))
+    before = RUNS / "prepared" / digest(FileDigests().of(["train.jsonl", "valid.jsonl"]))
     before.mkdir(parents=True)
     assert stage.sweep(grid)
     assert [call["prepare"] for call in stage.calls() if "prepare" in call] == ["data"]
@@ -130,7 +130,7 @@ def test_a_stopped_run_does_not_go_on_with_another_file(stage, write_grid, name)
     stage.calls()
     change(name)
     stage.plan["behaviour"] = {}
-    assert "go on" not in Sweep(grid, Places(()), None).plan()
+    assert "go on" not in Sweep(grid, Devices(()), None).plan()
     assert stage.sweep(grid)
     assert [call["checkpoints"] for call in stage.calls() if "run" in call] == [[]]
 
@@ -196,13 +196,13 @@ def test_contents_are_those_of_files_and_of_folders(tmp_path, monkeypatch):
     Path("set/data.arrow").write_text("a")
     Path("more.json").write_text("b")
     settings = {"datasets": [{"path": "set", "data_files": ["more.json"]}, {"path": "org/name"}], "test_datasets": None}
-    before = Contents().of(data_paths(settings))
+    before = FileDigests().of(data_paths(settings))
     assert sorted(before) == ["more.json", "set"]
     for made in ("cache-1.arrow", "x.lock", ".hidden"):
         Path("set", made).write_text("what reading it leaves")
-    assert Contents().of(data_paths(settings)) == before
+    assert FileDigests().of(data_paths(settings)) == before
     Path("set/data.arrow").rename("set/other.arrow")
-    assert Contents().of(["set"]) != {"set": before["set"]}
+    assert FileDigests().of(["set"]) != {"set": before["set"]}
 
 
 def test_every_run_that_could_be_used_is_compared_with_the_grid(stage, write_grid):
@@ -228,7 +228,7 @@ def test_every_run_that_could_be_used_is_compared_with_the_grid(stage, write_gri
     with pytest.raises(GridError, match=message):
         stage.sweep(changed)
     with pytest.raises(GridError, match=message):
-        Sweep(changed, Places(()), None).plan()
+        Sweep(changed, Devices(()), None).plan()
     assert stage.calls() == [], "it is told before anything is trained"
 
 

@@ -9,9 +9,9 @@ from grid_records import make_run, make_scores, save_records
 from matplotlib.path import Path
 from matplotlib.transforms import Bbox
 
-from axolotl_supertune.grid.figures import cost, curves, figures, learning_rates, render
-from axolotl_supertune.grid.findings import find
-from axolotl_supertune.grid.styles import CROWD, draw_panels, families, groups, styles, write_names
+from axolotl_supertune.grid.report.figures.figures import cost, curves, figures, learning_rates, render
+from axolotl_supertune.grid.report.figures.styles import CROWD, draw_panels, families, groups, styles, write_names
+from axolotl_supertune.grid.report.findings import find
 
 FAMILIES = {
     "": ("full", "rosa", "sift-top"),

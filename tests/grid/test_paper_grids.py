@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from axolotl_supertune.grid.config import read_grid
-from axolotl_supertune.grid.jobs import Places
 from axolotl_supertune.grid.records import RunKey
-from axolotl_supertune.grid.state import Present
-from axolotl_supertune.grid.sweep import Sweep
+from axolotl_supertune.grid.sweep.jobs import Devices
+from axolotl_supertune.grid.sweep.state import SweepState
+from axolotl_supertune.grid.sweep.sweep import Sweep
 
 PAPER = Path(__file__).parents[2] / "examples" / "paper"
 GRIDS = ["smollm2-135m", "llama3.2-1b", "llama3-8b"]
@@ -34,9 +34,9 @@ def test_a_grid_can_be_run_as_it_is(name, tmp_path, monkeypatch):
     calibration = Path("outputs/paper/smollm2-135m/calibration.txt")
     (calibration.parent / "base").mkdir(parents=True)
     calibration.write_text("text")
-    sweep = Sweep(PAPER / f"{name}.yml", Places(()), None)
+    sweep = Sweep(PAPER / f"{name}.yml", Devices(()), None)
     assert sweep.plan().count("training") > 40
-    present = Present(PAPER / f"{name}.yml")
+    present = SweepState(PAPER / f"{name}.yml")
     keys = present.grid.keys
     on_training_set = {key for key in keys if key.method.endswith("-on-training-set")}
     assert {key.method for key in on_training_set} == (

@@ -21,9 +21,6 @@ from click.testing import CliRunner
 from grid_cases import MAGNITUDE
 from grid_records import SETUP, grid, make_run, make_scores, save_records
 
-from axolotl_supertune.grid.comparisons import METRICS, accuracies
-from axolotl_supertune.grid.figures import figures
-from axolotl_supertune.grid.findings import find
 from axolotl_supertune.grid.records import (
     SCORES_FILE,
     BenchmarkScores,
@@ -34,10 +31,13 @@ from axolotl_supertune.grid.records import (
     read_runs,
     read_scores,
 )
-from axolotl_supertune.grid.report import FIGURES, TABLES, report
-from axolotl_supertune.grid.state import Present
-from axolotl_supertune.grid.statistics import Interval, holm
-from axolotl_supertune.grid.tables import latex, tables
+from axolotl_supertune.grid.report.comparisons import METRICS, accuracies
+from axolotl_supertune.grid.report.figures.figures import figures
+from axolotl_supertune.grid.report.findings import find
+from axolotl_supertune.grid.report.report import FIGURES, TABLES, report
+from axolotl_supertune.grid.report.statistics import Interval, holm
+from axolotl_supertune.grid.report.tables import latex, tables
+from axolotl_supertune.grid.sweep.state import SweepState
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_FILES = (
@@ -89,7 +89,7 @@ def reported(tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures are not drawn, which takes seconds."""
-    monkeypatch.setattr("axolotl_supertune.grid.figures.render", lambda figure, name, kind: b"a picture")
+    monkeypatch.setattr("axolotl_supertune.grid.report.figures.figures.render", lambda figure, name, kind: b"a picture")
 
 
 def tables_of(runs_dir, **settings):
@@ -169,7 +169,7 @@ def test_the_report_is_of_the_grid_and_chooses_as_the_sweep_does(stage, write_gr
     usual = {"learning_rates": [1e-3], "chosen": LATER}
     for keys in (before, after):
         assert stage.sweep(write_grid(**{**usual, **keys}))
-    present = Present(stage.folder / "grid.yml")
+    present = SweepState(stage.folder / "grid.yml")
     present.read()
     found = find(Path("runs"), resamples=100)
     assert found.choices == present.choices()

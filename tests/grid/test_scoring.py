@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import axolotl_supertune.tuner  # noqa: F401 (makes PEFT know SUPRA)
 from axolotl_supertune.grid.config import Score
 from axolotl_supertune.grid.records import RunKey, read_scores
-from axolotl_supertune.grid.scoring import Request, model_arguments, score_model
+from axolotl_supertune.grid.sweep.scoring import Request, model_arguments, score_model
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS
 from axolotl_supertune.tasks.contamination.contamination import contamination_report, write_report
 from axolotl_supertune.tasks.perplexity import gold_records
@@ -114,7 +114,7 @@ def test_a_whole_model_and_a_process_of_its_own(request_for, tiny_base, tmp_path
         model.model.layers[0].mlp.down_proj.weight.normal_(std=0.2)
     model.save_pretrained(whole)
     request = request_for(whole, limit=1, task="supertune_math_beam4")
-    command = [sys.executable, "-m", "axolotl_supertune.grid.scoring", request.model_dump_json()]
+    command = [sys.executable, "-m", "axolotl_supertune.grid.sweep.scoring", request.model_dump_json()]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     scores = read_scores(tmp_path / "scored" / "scores.json")
@@ -136,7 +136,7 @@ def test_which_model_the_harness_is_given(tmp_path):
 
 
 def test_no_limit_asks_all_gold_targets():
-    from axolotl_supertune.grid.scoring import _first_golds
+    from axolotl_supertune.grid.sweep.scoring import _first_golds
 
     assert _first_golds(None, None) is None
     counts = [len(gold_records(name)) for name in BENCHMARKS]

@@ -8,7 +8,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axolotl_supertune.grid.statistics import Interval, Stratum, holm, over_seeds, paired_bootstrap, spread
+from axolotl_supertune.grid.report.statistics import Interval, Stratum, holm, over_seeds, paired_bootstrap, spread
 
 values = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
@@ -111,7 +111,7 @@ def test_blocks_change_nothing_but_memory(monkeypatch):
     """More items than one block holds."""
     strata = [stratum(np.random.default_rng(1), 50, methods=1)]
     whole = bounds(paired_bootstrap(strata, "mean", resamples=300))
-    monkeypatch.setattr("axolotl_supertune.grid.statistics._BLOCK", 120)
+    monkeypatch.setattr("axolotl_supertune.grid.report.statistics._BLOCK", 120)
     np.testing.assert_allclose(bounds(paired_bootstrap(strata, "mean", resamples=300)), whole)
 
 

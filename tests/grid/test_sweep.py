@@ -20,9 +20,9 @@ from grid_cases import MAGNITUDE
 from axolotl_supertune.commands.cli import supertune
 from axolotl_supertune.grid.command import visible_gpus
 from axolotl_supertune.grid.config import GridError
-from axolotl_supertune.grid.jobs import OutOfTime, Places, Signalled
 from axolotl_supertune.grid.records import read_runs, read_scores
-from axolotl_supertune.grid.sweep import Sweep
+from axolotl_supertune.grid.sweep.jobs import Devices, OutOfTime, Signalled
+from axolotl_supertune.grid.sweep.sweep import Sweep
 
 RUNS = Path("runs")
 FIRST = ["lora 0.0001 0", "lora 0.001 0", "magnitude 0.0001 0", "magnitude 0.001 0"]
@@ -185,7 +185,7 @@ def test_a_finished_run_with_another_yaml_is_an_error_that_names_the_difference(
     with pytest.raises(GridError, match=expected):
         stage.sweep(grid)
     with pytest.raises(GridError, match=expected):
-        Sweep(grid, Places(()), None).plan()
+        Sweep(grid, Devices(()), None).plan()
     assert stage.calls() == []
 
 
@@ -246,7 +246,7 @@ def test_scores_that_were_asked_otherwise_are_an_error(stage, write_grid):
     with pytest.raises(GridError, match=r"base/scores.json: score.limit: 2.0 there, None now\n"):
         stage.sweep(write_grid())
     with pytest.raises(GridError, match=r"base/scores.json: score.limit"):
-        Sweep(write_grid(), Places(()), None).plan()
+        Sweep(write_grid(), Devices(()), None).plan()
 
 
 def test_a_model_that_could_not_be_scored_is_told_and_tried_again(stage, write_grid):
@@ -374,7 +374,7 @@ def test_each_gpu_has_as_many_runs_at_once_as_is_said(stage, write_grid):
 
         thread = threading.Thread(target=meet)
         thread.start()
-        assert stage.sweep(grid, Places(("3", "GPU-7"), 2))
+        assert stage.sweep(grid, Devices(("3", "GPU-7"), 2))
         thread.join()
     gpus = [call["gpu"] for call in stage.calls() if "run" in call]
     assert sorted(gpus[:4]) == ["3", "3", "GPU-7", "GPU-7"]
@@ -385,10 +385,10 @@ def test_each_gpu_has_as_many_runs_at_once_as_is_said(stage, write_grid):
 def test_places_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert Places(("0", "1"), 3).environment("1")["OMP_NUM_THREADS"] == "2"
-    assert Places(("0",), 32).environment("0")["OMP_NUM_THREADS"] == "1"
+    assert Devices(("0", "1"), 3).environment("1")["OMP_NUM_THREADS"] == "2"
+    assert Devices(("0",), 32).environment("0")["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert Places(("0", "1"), 3).environment("1")["OMP_NUM_THREADS"] == "5"
+    assert Devices(("0", "1"), 3).environment("1")["OMP_NUM_THREADS"] == "5"
 
 
 def test_two_sweeps_do_not_share_a_folder(stage, write_grid):
@@ -502,7 +502,7 @@ def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(write_grid,
         raise error
 
     grid = write_grid()
-    monkeypatch.setattr("axolotl_supertune.grid.sweep.Sweep._write_grid", full)
+    monkeypatch.setattr("axolotl_supertune.grid.sweep.sweep.Sweep._write_grid", full)
     result = command(grid)
     assert result.exit_code == 1
     assert said in result.output

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from axolotl_supertune import ActivationNorms
 from axolotl_supertune.commands.cli import supertune
 from axolotl_supertune.grid.config import RECORD, SUPERTUNE
-from axolotl_supertune.grid.jobs import Places
-from axolotl_supertune.grid.prepare import prepare_data
 from axolotl_supertune.grid.record import VARIABLE
 from axolotl_supertune.grid.records import RunKey, read_run
-from axolotl_supertune.grid.sweep import Sweep
+from axolotl_supertune.grid.sweep.jobs import Devices
+from axolotl_supertune.grid.sweep.prepare import prepare_data
+from axolotl_supertune.grid.sweep.sweep import Sweep
 from axolotl_supertune.plugin.plan import data_checks
 from axolotl_supertune.tasks.prompt import alpaca_prompt
 
@@ -220,7 +220,7 @@ def test_a_sweep_runs_axolotls_own_commands(write_grid, tmp_path, monkeypatch):
     for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
         monkeypatch.setenv(name, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}[name])
     write_grid({"wanda": {"adapter": "super", "sparse_direction": "top", "lora_r": 2}})
-    sweep = Sweep(tmp_path / "grid.yml", Places(()), Console(width=200))
+    sweep = Sweep(tmp_path / "grid.yml", Devices(()), Console(width=200))
     assert sweep.sweep("choose"), "\n".join(path.read_text()[-2000:] for path in (tmp_path / "runs").rglob("*.log"))
     folder = tmp_path / "runs/wanda/lr0.005-ep1-seed0"
     run = read_run(folder / "run.json")
@@ -237,7 +237,7 @@ def test_a_sweep_runs_axolotls_own_commands(write_grid, tmp_path, monkeypatch):
     [prepared] = (tmp_path / "runs/prepared").iterdir()
     assert len(list(prepared.iterdir())) >= 2
 
-    sweep = Sweep(tmp_path / "grid.yml", Places(()), Console(width=200))
+    sweep = Sweep(tmp_path / "grid.yml", Devices(()), Console(width=200))
     before = (folder / "run.json").stat()
     assert sweep.sweep("choose")
     assert (folder / "run.json").stat().st_mtime_ns == before.st_mtime_ns

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from axolotl_supertune.grid.jobs import Places
-from axolotl_supertune.grid.sweep import Sweep
+from axolotl_supertune.grid.sweep.jobs import Devices
+from axolotl_supertune.grid.sweep.sweep import Sweep
 
 here = Path(__file__).parent
 fakes = {
     name: [sys.executable, "-S", str(here / f"{name}.py")] for name in ("train", "score", "prepare", "contamination")
 }
-Sweep(Path(sys.argv[1]), Places(()), Console(), **fakes).sweep()
+Sweep(Path(sys.argv[1]), Devices(()), Console(), **fakes).sweep()

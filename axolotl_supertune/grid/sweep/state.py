@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from axolotl.utils.schemas.config import AxolotlInputConfig
 
-from ..plugin import validation
-from ..plugin.args import SupertuneArgs
-from .config import (
+from ...plugin import validation
+from ...plugin.args import SupertuneArgs
+from ..config import (
     CALIBRATION_FOLDER,
     CONTAMINATION_FILE,
     OF_THE_GRID,
@@ -22,10 +22,10 @@ from .config import (
     read_grid,
     read_mapping,
 )
-from .digests import Contents, calibration_paths, data_paths, digest
+from ..rate_selection import Choice, Trial, choose_rates
+from ..records import CONFIG_FILE, SCORES_FILE, Run, RunKey, Scores, Setup, read_runs, read_scores
+from .file_digests import FileDigests, calibration_paths, data_paths, digest
 from .prepare import DATA_SEED
-from .rate_selection import Choice, Trial, choose_rates
-from .records import CONFIG_FILE, SCORES_FILE, Run, RunKey, Scores, Setup, read_runs, read_scores
 from .scoring import ASKED, trained_on
 
 # What does not change activation norms; an unknown key counts as one that does.
@@ -49,7 +49,7 @@ _SHOWN = 5
 State = Literal["done", "failed", "stopped", "new"]
 
 
-class Present:
+class SweepState:
     """What is there of a grid.
 
     Args:
@@ -65,7 +65,7 @@ class Present:
         self.runs_dir = Path(self.grid.output_dir)
         self._known = _known_keys(self.grid)
         check_keys(self.grid, path, self._known)
-        self.contents = Contents()
+        self.contents = FileDigests()
         self._norms: dict[RunKey, Path | None] = {}
         self._reads: dict[RunKey, list[str]] = {}
         for key in self.grid.keys:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .comparisons import Result
-from .findings import Findings
+from ..comparisons import Result
+from ..findings import Findings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What runs of a grid share, made once: `python -m axolotl_supertune.grid.prepare KIND CONFIG OUT`.
+"""What runs of a grid share, made once: `python -m axolotl_supertune.grid.sweep.prepare KIND CONFIG OUT`.
 
 `data` tokenizes the data sets of CONFIG into the folder OUT; `norms` calibrates into the file OUT.
 """
@@ -44,7 +44,7 @@ def prepare_data(config: Path, target: Path) -> None:
 
 def prepare_norms(config: Path, target: Path) -> None:
     """Write the activation norms that a YAML describes."""
-    from ..plugin.calibrate_base import calibrate_base
+    from ...plugin.calibrate_base import calibrate_base
 
     calibrate_base(config, target)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..method.calibration_data import TRAINING_SET
+from ...method.calibration_data import TRAINING_SET
 
 
-class Contents:
+class FileDigests:
     """sha256 of local files and folders, each read once: a sweep is about what they held when it began."""
 
     def __init__(self) -> None:

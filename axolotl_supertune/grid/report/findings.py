@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from ..tasks.benchmarks import BENCHMARKS, find_benchmark
-from .comparisons import Comparison, Result, SeedDifference, compare, compare_with_base, seed_differences
-from .rate_selection import Choice, Trial, choose_rates
-from .records import (
+from ...tasks.benchmarks import BENCHMARKS, find_benchmark
+from ..rate_selection import Choice, Trial, choose_rates
+from ..records import (
     CONFIG_FILE,
     GRID_FILE,
     SCORES_FILE,
@@ -27,6 +26,7 @@ from .records import (
     read_runs,
     read_scores,
 )
+from .comparisons import Comparison, Result, SeedDifference, compare, compare_with_base, seed_differences
 from .statistics import RESAMPLES
 
 # Keys of a config.yml in which runs of one method at one rate may differ: the seed, and where things lie.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .comparisons import METRICS, Result, accuracies
-from .findings import Findings, short_rate
-from .records import Run
-from .statistics import CONFIDENCE, Array, Spread, spread
+from ...records import Run
+from ..comparisons import METRICS, Result, accuracies
+from ..findings import Findings, short_rate
+from ..statistics import CONFIDENCE, Array, Spread, spread
 from .styles import COLORS, Group, draw_legend, draw_panels, groups, styled, styles, write_names
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""One model on the benchmarks, in a process of its own: `python -m axolotl_supertune.grid.scoring REQUEST`."""
+"""One model on the benchmarks, in a process of its own: `python -m axolotl_supertune.grid.sweep.scoring REQUEST`."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from .config import Score
-from .records import BenchmarkScores, RunKey, Scores, Setup
+from ..config import Score
+from ..records import BenchmarkScores, RunKey, Scores, Setup
 
 # What of `score` changes the scores; the sizes of batches and where the files lie do not.
 ASKED = ("task", "max_gen_toks", "limit")
@@ -65,10 +65,10 @@ def score_model(request: Request) -> Scores:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from .. import tuner  # noqa: F401 (registers SUPRA, also where the start-up hook is off)
-    from ..tasks import TASK_FOLDER
-    from ..tasks.benchmarks import BENCHMARKS
-    from .record import device_name, installed
+    from ... import tuner  # noqa: F401 (registers SUPRA, also where the start-up hook is off)
+    from ...tasks import TASK_FOLDER
+    from ...tasks.benchmarks import BENCHMARKS
+    from ..record import device_name, installed
 
     started, score = time.perf_counter(), request.score
     arguments = model_arguments(request.settings, request.trained)
@@ -149,8 +149,8 @@ def _first_golds(limit: float | None, data_dir: str | None) -> dict[str, list[in
     """With a limit, the first gold targets of each benchmark: the task holds all benchmarks, one after the other."""
     if limit is None:
         return None
-    from ..tasks.benchmarks import BENCHMARKS
-    from ..tasks.perplexity import gold_records
+    from ...tasks.benchmarks import BENCHMARKS
+    from ...tasks.perplexity import gold_records
 
     chosen: list[int] = []
     start = 0

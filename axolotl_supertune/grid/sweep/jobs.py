@@ -1,4 +1,4 @@
-"""Processes on devices: as many at once as there are places, all ended with the sweep, none begun too late to end."""
+"""Processes on devices: as many at once as there are devices, all ended with the sweep, none begun too late to end."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ class OutOfTime(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class ProcessJob:
     """One process.
 
     name: as progress shows it.
@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Places:
+class Devices:
     """Where jobs run.
 
     gpus: what CUDA_VISIBLE_DEVICES says, a GPU each; none: the CPU is the one device.
@@ -76,14 +76,14 @@ class Places:
     jobs_per_gpu: int = 1
 
     @property
-    def devices(self) -> list[str]:
+    def slots(self) -> list[str]:
         """One entry a place; the devices take turns, so that few jobs lie on many devices."""
         return list(self.gpus or ("",)) * self.jobs_per_gpu
 
     def environment(self, device: str) -> dict[str, str]:
         """Of a process on this device: its GPU alone, and its share of the cores unless the user says otherwise."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // len(self.devices)))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // len(self.slots)))
         return {
             "TOKENIZERS_PARALLELISM": "false",
             **os.environ,
@@ -93,19 +93,19 @@ class Places:
         }
 
 
-class Pool:
-    """Runs jobs on places until all have ended, a signal comes, or the time is over.
+class ProcessPool:
+    """Runs jobs on devices until all have ended, a signal comes, or the time is over.
 
     Args:
-        places: where.
+        devices: where.
         deadline: of `time.monotonic`, or None.
         console: takes one line a job, and a bar with the time left if it is a terminal; else the lines say that.
     """
 
-    def __init__(self, places: Places, deadline: float | None, console: Console) -> None:
-        self._places, self._deadline, self._console = places, deadline, console
-        self._events: SimpleQueue[tuple[Job, str, subprocess.Popen[bytes]] | int] = SimpleQueue()
-        self._running: dict[int, tuple[Job, float]] = {}
+    def __init__(self, devices: Devices, deadline: float | None, console: Console) -> None:
+        self._devices, self._deadline, self._console = devices, deadline, console
+        self._events: SimpleQueue[tuple[ProcessJob, str, subprocess.Popen[bytes]] | int] = SimpleQueue()
+        self._running: dict[int, tuple[ProcessJob, float]] = {}
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Pool:
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    def run(self, title: str, jobs: Sequence[Job]) -> list[Job]:
+    def run(self, title: str, jobs: Sequence[ProcessJob]) -> list[ProcessJob]:
         """Run all jobs, in their order.
 
         Returns:
@@ -129,7 +129,7 @@ class Pool:
         Raises:
             Signalled, OutOfTime: not all have run; those that had not ended are ended.
         """
-        waiting, free, failed = list(jobs), self._places.devices, []
+        waiting, free, failed = list(jobs), self._devices.slots, []
         progress = Progress(
             TextColumn(f"[bold]{escape(title)}"),
             BarColumn(),
@@ -171,14 +171,14 @@ class Pool:
             self._running.clear()
         return failed
 
-    def _next(self, waiting: Sequence[Job]) -> Job | None:
+    def _next(self, waiting: Sequence[ProcessJob]) -> ProcessJob | None:
         """The first job that would end in time."""
         if self._deadline is None:
             return next(iter(waiting), None)
         left = self._deadline - time.monotonic()
         return next((job for job in waiting if left > 0 and (job.expected() or 0) <= left), None)
 
-    def _start(self, job: Job, device: str) -> subprocess.Popen[bytes]:
+    def _start(self, job: ProcessJob, device: str) -> subprocess.Popen[bytes]:
         job.begin()
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("ab") as log:
@@ -187,7 +187,7 @@ class Pool:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._places.environment(device), **job.env},
+                env={**self._devices.environment(device), **job.env},
                 # Ctrl-C is the sweep's: at SIGINT Axolotl would save what is half trained and exit with 0.
                 start_new_session=True,
             )
@@ -200,7 +200,7 @@ class Pool:
         threading.Thread(target=wait, daemon=True).start()
         return process
 
-    def _wait(self, tick: Callable[[], None]) -> tuple[Job, str, subprocess.Popen[bytes]]:
+    def _wait(self, tick: Callable[[], None]) -> tuple[ProcessJob, str, subprocess.Popen[bytes]]:
         """The next job that ends."""
         while True:
             seconds = 1.0 if self._deadline is None else min(1.0, max(0.0, self._deadline - time.monotonic()))
@@ -216,12 +216,12 @@ class Pool:
             if event[2].pid in self._running:  # else of an earlier run of this pool, and ended by it
                 return event
 
-    def _so_far(self, ended: int, total: int, waiting: Sequence[Job]) -> str:
+    def _so_far(self, ended: int, total: int, waiting: Sequence[ProcessJob]) -> str:
         """What a bar would show, for a log."""
         left = self._left(waiting) if ended < total else ""
         return f" ({ended} of {total}{', ' + left if left else ''})"
 
-    def _left(self, waiting: Sequence[Job]) -> str:
+    def _left(self, waiting: Sequence[ProcessJob]) -> str:
         """How long all of it will take, judging by what has ended; nothing while that is unknown."""
         now = time.monotonic()
         expected = [job.expected() for job in waiting]
@@ -229,7 +229,7 @@ class Pool:
         if any(each is None for each in expected) or any(each is None for each, _ in running):
             return ""
         work = sum(each or 0 for each in expected) + sum(max(0.0, (each or 0) - done) for each, done in running)
-        return f"{duration(work / len(self._places.devices))} left"
+        return f"{duration(work / len(self._devices.slots))} left"
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from .rate_selection import Choice
-from .records import Run, Scores
+from ..rate_selection import Choice
+from ..records import Run, Scores
 from .statistics import (
     CONFIDENCE,
     NO_DIFFERENCE,

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..method.atomic_files import put, staged
+from ...method.atomic_files import put, staged
 from .statistics import CONFIDENCE, NO_DIFFERENCE, RESAMPLES
 
 # All files that any report writes; those that this one does not are removed, so that none is left of an earlier one.
@@ -67,7 +67,7 @@ def write(found: Any, output: Path) -> None:
     Raises:
         ValueError: they cannot be written; names the file or folder and the remedy. An earlier report is as it was.
     """
-    from .figures import FORMATS, figures, render
+    from .figures.figures import FORMATS, figures, render
     from .tables import csv_text, json_records, latex, markdown, tables
 
     made = {table.name: table for table in tables(found)}

@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..method.atomic_files import whole_file
-from ..method.calibration_data import TRAINING_SET
-from ..plugin import validation
-from ..plugin.plan import plan as planning
-from ..plugin.plan.data_checks import Said, is_here, look_at_data
-from .config import CALIBRATION_FOLDER, CONTAMINATION_FILE, RECORD, GridError
-from .jobs import Job, Places, Pool
-from .record import VARIABLE, installed
-from .records import CONFIG_FILE, GRID_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
+from ...method.atomic_files import whole_file
+from ...method.calibration_data import TRAINING_SET
+from ...plugin import validation
+from ...plugin.plan import plan as planning
+from ...plugin.plan.data_checks import Said, is_here, look_at_data
+from ..config import CALIBRATION_FOLDER, CONTAMINATION_FILE, RECORD, GridError
+from ..record import VARIABLE, installed
+from ..records import CONFIG_FILE, GRID_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
+from .jobs import Devices, ProcessJob, ProcessPool
 from .run_folder import (
     ADAPTER_FOLDER,
     LOG_FILE,
@@ -40,13 +40,13 @@ from .run_folder import (
     write,
 )
 from .scoring import Request, trained_on
-from .state import Present
+from .state import SweepState
 
 LOCK_FILE = ".sweep.lock"
 
 TRAIN = (sys.executable, "-m", "axolotl.cli.train")
-SCORE = (sys.executable, "-m", "axolotl_supertune.grid.scoring")
-PREPARE = (sys.executable, "-m", "axolotl_supertune.grid.prepare")
+SCORE = (sys.executable, "-m", "axolotl_supertune.grid.sweep.scoring")
+PREPARE = (sys.executable, "-m", "axolotl_supertune.grid.sweep.prepare")
 CONTAMINATION = (sys.executable, "-m", "axolotl_supertune.tasks", "contamination")
 
 Stage = Literal["train", "choose", "score"]
@@ -57,7 +57,7 @@ class Sweep:
 
     Args:
         path: the GRID file.
-        places: devices, and jobs on each.
+        devices: devices, and jobs on each.
         console: takes the progress.
         time_limit: seconds from now, or None.
         retry_failed: start failed runs again.
@@ -71,7 +71,7 @@ class Sweep:
     def __init__(
         self,
         path: Path,
-        places: Places,
+        devices: Devices,
         console: Console,
         *,
         time_limit: float | None = None,
@@ -82,11 +82,11 @@ class Sweep:
         contamination: Sequence[str] = CONTAMINATION,
     ) -> None:
         deadline = None if time_limit is None else time.monotonic() + time_limit
-        self._present = Present(path)
-        self.grid, self.runs_dir, self._path = self._present.grid, self._present.runs_dir, path
-        self._places, self._console, self._retry_failed = places, console, retry_failed
+        self._state = SweepState(path)
+        self.grid, self.runs_dir, self._path = self._state.grid, self._state.runs_dir, path
+        self._devices, self._console, self._retry_failed = devices, console, retry_failed
         self._train, self._score, self._prepare, self._contamination = train, score, prepare, contamination
-        self._pool = Pool(places, deadline, console)
+        self._pool = ProcessPool(devices, deadline, console)
         self._failed: set[str] = set()
 
     def sweep(self, until: Stage = "score") -> bool:
@@ -97,17 +97,17 @@ class Sweep:
 
         Raises:
             Signalled, OutOfTime: not all has run; nothing is running, and the next sweep goes on.
-            GridError: what is there is not what the grid says (see `Present.check`), data is missing, another sweep has
-                this RUNS_DIR, or training data was changed while this one ran.
+            GridError: records contradict the grid (see `SweepState.check`), data is missing, another sweep uses
+                this RUNS_DIR, or training data changed while this one ran.
         """
         with self._locked(), self._pool.signals():
-            self._present.read()
-            self._present.check()
+            self._state.read()
+            self._state.check()
             self._check_data()
             self._write_grid()
             self._run_missing("training", self.grid.keys)
             if until != "train":
-                self._run_missing("other seeds", self._present.second_stage())
+                self._run_missing("other seeds", self._state.second_stage())
                 if until == "score" and self.grid.score.runs != "none":
                     self._train_again()
                     self._score_missing()
@@ -120,24 +120,24 @@ class Sweep:
         """What `sweep` would run, as far as is known before it does: a line each with stage, run, state and action.
 
         Raises:
-            GridError: see `Present.check`.
+            GridError: see `SweepState.check`.
         """
-        self._present.check()
+        self._state.check()
         lines: list[tuple[str, str, str, str]] = []
-        ended = all(self._present.state(key) in ("done", "failed") for key in self.grid.keys)
+        ended = all(self._state.state(key) in ("done", "failed") for key in self.grid.keys)
         for stage, keys in (
             ("training", self.grid.keys),
-            ("other seeds", self._present.second_stage() if ended else []),
+            ("other seeds", self._state.second_stage() if ended else []),
         ):
-            lines += [(stage, str(key.folder), self._present.state(key), self._would(key)) for key in keys]
+            lines += [(stage, str(key.folder), self._state.state(key), self._would(key)) for key in keys]
         chosen, seeds = self.grid.chosen, [seed for seed in self.grid.chosen.seeds if seed not in self.grid.seeds]
         if not ended and seeds:
             names = [*chosen.methods, *([f"the {chosen.leading} leading"] if chosen.leading else [])]
             which = f"seeds {', '.join(map(str, seeds))} of {', '.join(names)}"
             lines.append(("other seeds", which, "", "when training has ended"))
         if self.grid.score.runs != "none":
-            for scored in [None, *(self._present.to_score() if ended else [])]:
-                there = self._present.scored(scored) is not None
+            for scored in [None, *(self._state.to_score() if ended else [])]:
+                there = self._state.scored(scored) is not None
                 lines.append(
                     ("scoring", str(scored.folder) if scored else "base", *(("done", "") if there else ("", "score")))
                 )
@@ -146,7 +146,7 @@ class Sweep:
         width = max(len(run) for _, run, _, _ in lines)
         shown = [f"{stage:<11}  {run:<{width}}  {state:<7}  {would}".rstrip() for stage, run, state, would in lines]
         missing = sum(1 for *_, would in lines if would.startswith(("train", "go on")))
-        return "\n".join([*shown, f"{missing} runs to train, {len(self._present.done())} done, in {self.runs_dir}"])
+        return "\n".join([*shown, f"{missing} runs to train, {len(self._state.done())} done, in {self.runs_dir}"])
 
     def foresee(self) -> Said:
         """What the runs that are missing would be refused for, each with the methods that it is about.
@@ -160,9 +160,9 @@ class Sweep:
             if self._would(key):
                 missing.setdefault((key.method, key.epochs), key)
         for key in missing.values():
-            settings, norms = self._present.uncalibrated(key), self._present.norms(key)
+            settings, norms = self._state.uncalibrated(key), self._state.norms(key)
             if norms is not None and norms.is_file():
-                settings = self._present.settings(key)
+                settings = self._state.settings(key)
             settings["plugins"] = [each for each in settings["plugins"] if each != RECORD]
             said = _foresee(settings, texts_read)
             for kind in ("refusals", "unchecked"):
@@ -178,18 +178,18 @@ class Sweep:
 
     def _check_data(self) -> None:
         """Raises GridError for a file of the data sets that is missing, unless nothing is to be made of it any more."""
-        missing = [key for key in (*self.grid.keys, *self._present.second_stage()) if self._would(key)]
+        missing = [key for key in (*self.grid.keys, *self._state.second_stage()) if self._would(key)]
         for key in {key.method: key for key in missing}.values():
-            if refusals := look_at_data(self._present.uncalibrated(key)).refusals:
+            if refusals := look_at_data(self._state.uncalibrated(key)).refusals:
                 raise GridError(f"{self._path}: methods.{key.method}: {refusals[0]}")
 
     def summary(self) -> Table:
         """The chosen rates, by validation NLL."""
-        table = Table(box=box.SIMPLE_HEAD, title=f"{len(self._present.done())} runs done in {self.runs_dir}")
+        table = Table(box=box.SIMPLE_HEAD, title=f"{len(self._state.done())} runs done in {self.runs_dir}")
         table.add_column("method")
         for column in ("epochs", "learning rate", "validation NLL", ""):
             table.add_column(column, justify="right")
-        choices = [choice for choice in self._present.choices().values() if choice is not None]
+        choices = [choice for choice in self._state.choices().values() if choice is not None]
         for choice in sorted(choices, key=lambda choice: (choice.epochs, choice.validation_nll)):
             edge = {"lowest": "the lowest tried", "highest": "the highest tried"}.get(choice.edge or "", "")
             table.add_row(
@@ -198,11 +198,11 @@ class Sweep:
         return table
 
     def _would(self, key: RunKey) -> str:
-        state = self._present.state(key)
+        state = self._state.state(key)
         if state == "done" or (state == "failed" and not self._retry_failed):
             return ""
         folder = self.runs_dir / key.folder
-        whole = [each for each in checkpoints(folder) if is_whole(each)] if self._present.goes_on(key) else []
+        whole = [each for each in checkpoints(folder) if is_whole(each)] if self._state.goes_on(key) else []
         step = max((int(each.name.rpartition("-")[2]) for each in whole), default=0)
         return f"go on from step {step}" if step else "train"
 
@@ -221,7 +221,7 @@ class Sweep:
 
     def _write_grid(self) -> None:
         runs = [
-            {"key": key.model_dump(), "folder": key.folder.as_posix(), "yaml": self._present.settings(key)}
+            {"key": key.model_dump(), "folder": key.folder.as_posix(), "yaml": self._state.settings(key)}
             for key in self.grid.keys
         ]
         with whole_file(self.runs_dir / GRID_FILE) as temporary:
@@ -229,7 +229,7 @@ class Sweep:
             temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _run_missing(self, title: str, keys: Sequence[RunKey]) -> None:
-        states = {key: self._present.state(key) for key in keys}
+        states = {key: self._state.state(key) for key in keys}
         again = ("new", "stopped", "failed") if self._retry_failed else ("new", "stopped")
         self._failed |= {str(key.folder) for key, state in states.items() if state == "failed" and state not in again}
         self._run_all(title, [key for key, state in states.items() if state in again])
@@ -237,21 +237,21 @@ class Sweep:
     def _run_all(self, title: str, keys: Sequence[RunKey]) -> None:
         if not keys:
             return
-        present = self._present
+        state = self._state
         of_data: dict[Path, RunKey] = {}  # the first of the runs that tokenize alike
         for key in keys:
-            if (path := present.prepared(key)) is not None and not path.is_dir():
+            if (path := state.prepared(key)) is not None and not path.is_dir():
                 of_data.setdefault(path, key)
         jobs = [self._shared("data", path, key) for path, key in of_data.items()]
         makers: dict[Path, RunKey] = {}
         for key in keys:
-            if (path := self._present.norms(key)) is not None and not path.is_file():
+            if (path := self._state.norms(key)) is not None and not path.is_file():
                 makers.setdefault(path, key)
         if any(self.grid.settings(key).get("calibration_dataset") == TRAINING_SET for key in makers.values()):
             self._pool_run("preparing", jobs)  # which they read, and would make themselves where it is not
             jobs = []
             makers = {
-                path: key for path, key in makers.items() if (data := present.prepared(key)) is None or data.is_dir()
+                path: key for path, key in makers.items() if (data := state.prepared(key)) is None or data.is_dir()
             }
         jobs += [self._shared("norms", path, key) for path, key in makers.items()]
         self._pool_run("preparing", jobs)
@@ -259,23 +259,23 @@ class Sweep:
         ready = [
             key
             for key in keys
-            if ((norms := present.norms(key)) is None or norms.is_file())
-            and ((data := present.prepared(key)) is None or data.is_dir())
+            if ((norms := state.norms(key)) is None or norms.is_file())
+            and ((data := state.prepared(key)) is None or data.is_dir())
         ]
         self._failed |= {str(key.folder) for key in keys if key not in ready}
         self._pool_run(title, [self._training(key) for key in ready])
 
-    def _pool_run(self, title: str, jobs: Sequence[Job]) -> None:
+    def _pool_run(self, title: str, jobs: Sequence[ProcessJob]) -> None:
         if jobs:
             self._failed |= {job.name for job in self._pool.run(title, jobs)}
 
-    def _shared(self, kind: str, target: Path, key: RunKey) -> Job:
+    def _shared(self, kind: str, target: Path, key: RunKey) -> ProcessJob:
         """A job that makes what several runs read: `kind` of prepare.py, by the YAML of one of them."""
         config = self.runs_dir / CALIBRATION_FOLDER / f"{'tokenizing-' if kind == 'data' else ''}{target.stem}.yml"
         log = config.with_suffix(".log")
 
         def begin() -> None:
-            settings = self._present.uncalibrated(key)
+            settings = self._state.uncalibrated(key)
             settings["plugins"] = [each for each in settings["plugins"] if each != RECORD]
             settings["output_dir"] = config.with_suffix("").as_posix()
             write(config, as_yaml(settings))
@@ -286,25 +286,25 @@ class Sweep:
             return None if code == 0 and target.exists() else last_line(log, code)
 
         name = {"data": "tokenizing", "norms": f"calibrating for {key.method}, seed {key.seed}"}[kind]
-        return Job(name, [*self._prepare, kind, str(config), str(target)], log, begin, end, lambda: None)
+        return ProcessJob(name, [*self._prepare, kind, str(config), str(target)], log, begin, end, lambda: None)
 
-    def _training(self, key: RunKey) -> Job:
+    def _training(self, key: RunKey) -> ProcessJob:
         folder = self.runs_dir / key.folder
-        settings = self._present.settings(key)
+        settings = self._state.settings(key)
         text = as_yaml(settings)
         known = {
             "key": key.model_dump(),
             "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "setup": Setup.of(settings, self._present.files(key)).model_dump(),
-            "jobs_per_gpu": self._places.jobs_per_gpu,
+            "setup": Setup.of(settings, self._state.files(key)).model_dump(),
+            "jobs_per_gpu": self._devices.jobs_per_gpu,
         }
         started = datetime.now(UTC)
 
         def begin() -> None:
             nonlocal started
             started = datetime.now(UTC)
-            make_ready(folder, resumable=self._present.goes_on(key))
-            self._present.records.pop(key, None)
+            make_ready(folder, resumable=self._state.goes_on(key))
+            self._state.records.pop(key, None)
             write(folder / CONFIG_FILE, text)
 
         def end(code: int) -> str | None:
@@ -319,7 +319,7 @@ class Sweep:
                     seconds=(datetime.now(UTC) - started).total_seconds(),
                     versions=installed(),
                 ).write(folder / RUN_FILE)
-            self._present.records[key] = read_run(folder / RUN_FILE)
+            self._state.records[key] = read_run(folder / RUN_FILE)
             if wrong is None and self.grid.keep != "all":
                 for each in checkpoints(folder):
                     shutil.rmtree(each)
@@ -327,11 +327,11 @@ class Sweep:
 
         command = [*self._train, str(folder / CONFIG_FILE)]
         env = {VARIABLE: json.dumps(known)}
-        return Job(str(key.folder), command, folder / LOG_FILE, begin, end, lambda: self._expected(key), env)
+        return ProcessJob(str(key.folder), command, folder / LOG_FILE, begin, end, lambda: self._expected(key), env)
 
     def _expected(self, key: RunKey) -> float | None:
         """Seconds: the longest of the method's runs, or else of all, an epoch; None while none is done."""
-        done = [run for run in self._present.records.values() if run.status == "done"]
+        done = [run for run in self._state.records.values() if run.status == "done"]
         like = [run for run in done if run.key.method == key.method] or done
         same = [run.seconds for run in like if run.key.epochs == key.epochs]
         return max(same or [run.seconds / run.key.epochs * key.epochs for run in like], default=None)
@@ -346,18 +346,18 @@ class Sweep:
             self._console.print(f"{len(gone)} runs that are to be scored have no weights any more: they train again.")
             done |= {*gone}
             self._run_all("training again", gone)
-            others = [key for key in self._present.second_stage() if self._present.state(key) in ("new", "stopped")]
+            others = [key for key in self._state.second_stage() if self._state.state(key) in ("new", "stopped")]
             self._run_all("other seeds", others)
 
     def _unscored(self) -> list[RunKey]:
-        return [key for key in self._present.to_score() if self._present.scored(key) is None]
+        return [key for key in self._state.to_score() if self._state.scored(key) is None]
 
     def _has_weights(self, key: RunKey) -> bool:
         return holds_weights(self.runs_dir / key.folder)
 
     def _score_missing(self) -> None:
-        seconds = [scores.seconds for key in (None, *self._present.to_score()) if (scores := self._present.scored(key))]
-        base: list[RunKey | None] = [None] if self._present.scored(None) is None else []
+        seconds = [scores.seconds for key in (None, *self._state.to_score()) if (scores := self._state.scored(key))]
+        base: list[RunKey | None] = [None] if self._state.scored(None) is None else []
         missing = [*base, *self._unscored()]
         without = [key for key in missing if key is not None and not self._has_weights(key)]
         self._failed |= {f"score {key.folder}: it left no weights" for key in without}
@@ -376,7 +376,7 @@ class Sweep:
             log.unlink(missing_ok=True)
 
         command = [*self._contamination, *sources, "--output", str(report), *data_dir]
-        job = Job(
+        job = ProcessJob(
             "contamination",
             command,
             log,
@@ -387,7 +387,7 @@ class Sweep:
         self._pool_run("comparing training and test data", [job])
         if not report.is_file():
             return False
-        trained = self._present.training_files()
+        trained = self._state.training_files()
         for path, found in trained_on(report).items():
             if trained.get(path, found) != found:
                 report.unlink()
@@ -406,8 +406,8 @@ class Sweep:
         }
         return list(found.values())
 
-    def _scoring(self, key: RunKey | None, seconds: list[float]) -> Job:
-        path = self._present.scores_file(key)
+    def _scoring(self, key: RunKey | None, seconds: list[float]) -> ProcessJob:
+        path = self._state.scores_file(key)
         log = path.with_name("score.log")
         settings = self.grid.settings(key or self.grid.keys[0])
         request = Request(
@@ -417,7 +417,7 @@ class Sweep:
             score=self.grid.score,
             contamination=str(self.runs_dir / CONTAMINATION_FILE),
             output=str(path),
-            jobs_per_gpu=self._places.jobs_per_gpu,
+            jobs_per_gpu=self._devices.jobs_per_gpu,
         )
 
         def end(code: int) -> str | None:
@@ -426,7 +426,7 @@ class Sweep:
             seconds.append(read_scores(path).seconds)
             return None
 
-        return Job(
+        return ProcessJob(
             f"score {key.folder if key else 'base'}",
             [*self._score, request.model_dump_json()],
             log,
@@ -440,10 +440,10 @@ class Sweep:
         if self.grid.keep == "all":
             return
         needed = {
-            *self._present.best(),
-            *(key for key in self._present.to_score() if not self._present.scores_file(key).is_file()),
+            *self._state.best(),
+            *(key for key in self._state.to_score() if not self._state.scores_file(key).is_file()),
         }
-        for key in self._present.done():
+        for key in self._state.done():
             if key not in needed:
                 shutil.rmtree(self.runs_dir / key.folder / ADAPTER_FOLDER, ignore_errors=True)
 

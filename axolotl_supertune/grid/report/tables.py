@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..records import Scores
 from .comparisons import Comparison, Result, accuracies, gold_nlls
 from .findings import BUDGET_TOLERANCE, Findings, short_rate
-from .records import Scores
 from .statistics import CONFIDENCE, Spread, spread
 
 Record = dict[str, Any]

@@ -1,0 +1,1 @@
+"""Trains, chooses and scores the runs of a grid: `axolotl supertune sweep`."""
