@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import torch
 from axolotl.integrations.base import BasePlugin
-from axolotl.loaders import adapter as axolotl_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
 from ..method.budget import DEFAULT_R0, exact_fraction
+from ..plugin.axolotl_compat import draws_lora_by_name
 from ..plugin.create import seed_of
 from .records import RUN_FILE, Run
 
@@ -54,7 +54,7 @@ class RecordPlugin(BasePlugin):
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         """Axolotl 0.19 draws LoRA's start before it seeds anything; 0.21 draws it anew from the seed."""
-        if not hasattr(axolotl_adapter, "reinit_lora_from_seed"):
+        if not draws_lora_by_name():
             torch.manual_seed(seed_of(cfg))
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:

@@ -1,7 +1,7 @@
-"""`axolotl supertune calibrate`: the norms that `calibration_path` takes, without a training.
+"""`axolotl supertune calibrate`: measures activation norms and writes the file that `calibration_path` reads.
 
-For models that a training holds only in shards, and to calibrate once for many runs. The model is loaded as Axolotl
-loads it for training and calibrated by the same code on the same windows: the numbers are those of a training.
+For models that a training holds only in shards, and for calibrating once for many runs. Axolotl loads the model as for
+a training, and the same code calibrates it on the same windows: the numbers are those of a training.
 """
 
 from pathlib import Path
@@ -9,48 +9,38 @@ from typing import Any
 
 import yaml
 from axolotl.cli.config import load_cfg
-from axolotl.integrations.base import PluginManager
 from axolotl.loaders import ModelLoader, load_tokenizer
 
 from ..tuner.model import layer_budgets
 from . import validation
+from .axolotl_compat import registered_plugins
 from .create import adapter_config
 from .plugin import NORMS_FILE, SupertunePlugin
 
-# How a training distributes the model; here it is whole.
-_ENGINES = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed")
-
-
-class _BaseLoader(ModelLoader):
-    """Axolotl's loader, up to where it would make an adapter."""
-
-    def _load_adapters(self) -> None:
-        return None
-
-    def _apply_post_lora_load_setup(self, skip_move_to_device: bool) -> None:
-        pass
+# Keys that say how a training distributes the model; here it is whole.
+_ENGINE_KEYS = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed")
 
 
 def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = False, overwrite: bool = False) -> Path:
-    """Write the norms of the model, layers and calibration text that a YAML describes.
+    """Write the activation norms of the model, layers and calibration text that a YAML describes.
 
     Args:
         config: the YAML.
-        output: the file; default its `calibration_path`, else in its `output_dir`.
-        stream: keep the model in CPU memory, with one decoder layer at a time on the device.
-        overwrite: replace a file that is there.
+        output: the file to write; default the YAML's `calibration_path`, else a file in its `output_dir`.
+        stream: keep the model in CPU memory and move one decoder layer at a time to the device.
+        overwrite: replace an existing file.
 
     Returns:
-        The file.
+        The file that was written.
 
     Raises:
-        ValueError: the YAML is refused, needs no norms, or the text is too short.
-        FileNotFoundError: a file that it names is not there.
-        FileExistsError: the file is there already.
+        ValueError: the YAML is refused or needs no norms, or the text is too short.
+        FileNotFoundError: a file that the YAML names does not exist.
+        FileExistsError: the output file exists.
     """
     raw = yaml.safe_load(config.read_text(encoding="utf-8"))
     target = output or raw.get("calibration_path")
-    cfg: Any = load_cfg(str(config), **{key: None for key in (*_ENGINES, "calibration_path") if key in raw})
+    cfg: Any = load_cfg(str(config), **{key: None for key in (*_ENGINE_KEYS, "calibration_path") if key in raw})
     if cfg.adapter not in validation.ADAPTERS:
         raise ValueError(f"adapter: {cfg.adapter} needs no calibration; adapter: supra or super does.")
     if not validation.may_need_norms(cfg):
@@ -66,12 +56,11 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
     path = Path(target or Path(cfg.output_dir) / NORMS_FILE)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} is there already: --overwrite replaces it, --output names another file.")
-    plugin = next(each for each in PluginManager.get_instance().plugins.values() if isinstance(each, SupertunePlugin))
+    plugin = next(plugin for plugin in registered_plugins() if isinstance(plugin, SupertunePlugin))
     plugin.calibrates_only = True
     if stream:
         cfg.device_map = "cpu"
-    loader = _BaseLoader(cfg, load_tokenizer(cfg))
-    model, _ = loader.load()
+    model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
     layers = list(layer_budgets(model, adapter_config(model, cfg)))
     norms, _ = plugin.measured_norms(model, cfg, layers, stream=stream)
     norms.save(path)

@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from axolotl.loaders import adapter as axolotl_adapter
-from axolotl.loaders.adapter import _get_peft_task_type, find_all_linear_names
-from axolotl.utils.train import determine_last_checkpoint
 from peft import get_peft_model
 
 from ..engines.processes import Processes
@@ -17,17 +14,17 @@ from ..method.activation_norms import ActivationNorms
 from ..tuner import SupraConfig, SupraLayer
 from ..tuner.base_model import base_quantization
 from ..tuner.model import layer_budgets
-from . import validation
+from . import axolotl_compat, validation
 
 
 def is_new(cfg: Any) -> bool:
     """Whether a run makes an adapter: there is none to start from or to resume."""
-    return not (cfg.lora_model_dir or cfg.merge_lora or determine_last_checkpoint(cfg))
+    return not (cfg.lora_model_dir or cfg.merge_lora or axolotl_compat.last_checkpoint(cfg))
 
 
 def adapter_config(model: Any, cfg: Any) -> SupraConfig:
     """The PEFT config that the YAML describes for this model."""
-    more = {"task_type": _get_peft_task_type(model), "base_quantization": base_quantization(model)}
+    more = {"task_type": axolotl_compat.task_type(model), "base_quantization": base_quantization(model)}
     return validation.method_config(cfg, **more, **_targets(model, cfg))
 
 
@@ -35,7 +32,9 @@ def _targets(model: Any, cfg: Any) -> dict[str, Any]:
     """The keys that Axolotl reads for LoRA, read the same way."""
     modules = cfg.lora_target_modules or []
     if cfg.lora_target_linear:
-        modules = sorted({*([modules] if isinstance(modules, str) else modules), *find_all_linear_names(model)})
+        modules = sorted(
+            {*([modules] if isinstance(modules, str) else modules), *axolotl_compat.linear_layer_names(model)}
+        )
     return {
         "target_modules": modules,
         "exclude_modules": cfg.lora_exclude_modules or None,
@@ -111,7 +110,7 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
-    if hasattr(axolotl_adapter, "reinit_lora_from_seed"):
+    if axolotl_compat.draws_lora_by_name():
         _draw_by_name(adapted, seed)
     if alone:
         _use_supports_of_process_0(adapted, processes)

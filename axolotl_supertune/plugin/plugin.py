@@ -1,20 +1,13 @@
 """The Axolotl plugin: thin hooks that calibrate, adapt the model, and guard against an adapter nobody trained."""
 
-import importlib
-import os
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from axolotl.integrations.base import AdapterCapabilities, BasePlugin, PluginManager
-from axolotl.loaders.utils import load_model_config
-from axolotl.utils.distributed import init_distributed_state
+from axolotl.integrations.base import AdapterCapabilities, BasePlugin
 from axolotl.utils.logging import get_logger
-from axolotl.utils.schemas.config import AxolotlInputConfig
-from axolotl.utils.train import determine_last_checkpoint
 from peft import PeftConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
@@ -27,7 +20,7 @@ from ..method.calibration_data import TRAINING_SET
 from ..tuner.base_model import read_parameter
 from ..tuner.gradient import sparse_layers
 from ..tuner.model_card import note_training
-from . import quantized_base, run_summary, validation
+from . import axolotl_compat, quantized_base, run_summary, validation
 from .calibrate import Windows, max_positions, measured_norms, windows_of_records, windows_of_text
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .create import adapter_config, is_new, make_adapter, seed_of
@@ -63,11 +56,11 @@ class SupertunePlugin(BasePlugin):
 
     def register(self, cfg: Any) -> None:
         """Check the raw YAML and fill in defaults; find the trained adapter for `axolotl inference`."""
-        validation.prepare(cfg, _known_keys())
+        validation.prepare(cfg, axolotl_compat.config_keys(axolotl_compat.registered_argument_classes()))
         self._inference = bool(cfg.get("inference"))  # Axolotl's schema drops the key
         if cfg.get("adapter") not in validation.ADAPTERS:
             return
-        if self._inference or cfg.get("merge_lora") or _called_from("axolotl.cli.merge_lora", "do_cli"):
+        if self._inference or cfg.get("merge_lora") or axolotl_compat.is_merging():
             # One process does that. Axolotl would start DeepSpeed all the same (for merge-lora in a first look at the
             # YAML, before it says merge_lora), and under ZeRO-3 load a base without weights.
             cfg["deepspeed"] = None
@@ -109,10 +102,10 @@ class SupertunePlugin(BasePlugin):
             cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
         # Where one process failed on its own the others would wait for it to load its part of a base.
         with self._processes.together("reading the base model's config"):
-            model_config = load_model_config(cfg)
+            model_config = axolotl_compat.load_model_config(cfg)
             quantized_base.complete(cfg, model_config)
             new = self.calibrates_only or is_new(cfg)
-            if new and not self.calibrates_only and _is_evaluation():
+            if new and not self.calibrates_only and axolotl_compat.is_evaluating():
                 raise ValueError(untrained(cfg.output_dir))
         with self._processes.together("making a new adapter" if new else "reading a trained adapter"):
             pass  # leaves with an error where they do not all do the same
@@ -149,6 +142,8 @@ class SupertunePlugin(BasePlugin):
             return None
         if config_only:
             raise ValueError(f"rl: {cfg.rl} does not work with adapter: {cfg.adapter} yet.")
+        if self.calibrates_only:
+            return model, None
         processes = self._processes = self._processes or _processes()
         with processes.together("loading the adapter"):
             model = self._load_adapter(model, cfg, inference)
@@ -160,7 +155,7 @@ class SupertunePlugin(BasePlugin):
 
     def _load_adapter(self, model: Any, cfg: Any, inference: bool) -> Any:
         frozen = inference or self._inference or bool(cfg.merge_lora)
-        checkpoint = None if frozen else determine_last_checkpoint(cfg)
+        checkpoint = None if frozen else axolotl_compat.last_checkpoint(cfg)
         self._resumes = Path(checkpoint) if checkpoint else None
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
@@ -281,36 +276,10 @@ def _processes() -> Processes:
     Raises:
         ValueError: the launcher started several, and they do not know of each other.
     """
-    seconds = float(os.environ.get("AXOLOTL_NCCL_TIMEOUT", 1800))  # Axolotl's own, for its own group
-    init_distributed_state()
+    seconds = axolotl_compat.process_timeout()
+    axolotl_compat.init_distributed_state()
     if checks.on_cpus() and not torch.distributed.is_initialized():
         # Accelerate would do the same, but only when the Trainer is made.
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     checks.check_processes_know_each_other(torch.distributed.is_initialized())
-    return Processes(seconds, "AXOLOTL_NCCL_TIMEOUT=SECONDS waits longer.")
-
-
-def _is_evaluation() -> bool:
-    """Whether `axolotl evaluate` is what runs."""
-    return _called_from("axolotl.evaluate", "evaluate")
-
-
-def _called_from(module: str, function: str) -> bool:
-    """Whether a function of Axolotl's is running: for commands of which their config says nothing."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        # Of a module that is run as a command the name is __main__.
-        spec = frame.f_globals.get("__spec__")
-        if frame.f_code.co_name == function and getattr(spec, "name", None) == module:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _known_keys() -> set[str]:
-    """Axolotl's keys and those of every registered plugin."""
-    known = set(AxolotlInputConfig.model_fields)
-    for dotted in PluginManager.get_instance().get_input_args():
-        module, _, name = dotted.rpartition(".")
-        known |= set(getattr(importlib.import_module(module), name).model_fields)
-    return known
+    return Processes(seconds, f"{axolotl_compat.TIMEOUT_VARIABLE}=SECONDS waits longer.")

@@ -1,63 +1,96 @@
-"""4-bit and 8-bit bases under Axolotl: loaded, prepared and merged as it does for qlora and lora."""
+"""Base models in 4 or 8 bits: their bitsandbytes config, preparing them for training, and loading them for merging.
+
+Axolotl reads `load_in_4bit` for qlora and `load_in_8bit` for lora only. The same settings are given to its loader here
+by way of `overrides_of_model_kwargs.quantization_config`.
+"""
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from axolotl.loaders import model as loader
-from axolotl.utils.dict import DictDefault
+from transformers import BitsAndBytesConfig
 
 from ..tuner.base_model import REMEDY, base_quantization, plain_settings, quant_method
+from .axolotl_compat import prepare_quantized_model, unquantized_modules
+
+
+def quantization_config(cfg: Any, model_config: Any) -> BitsAndBytesConfig:
+    """The bitsandbytes config that Axolotl's loader makes for qlora (4 bits) or lora (8 bits).
+
+    4 bits: nf4 with double quantization, computed in the run's dtype, changed by `bnb_config_kwargs`. One setting
+    differs: the packed weights are stored as bytes unless `bnb_config_kwargs` says otherwise. Axolotl stores them as
+    bf16, which FSDP needs; a cast of the model to another dtype, as in `axolotl inference`, would then cast the codes.
+
+    Args:
+        cfg: the config, with load_in_4bit or load_in_8bit.
+        model_config: the base model's; if bitsandbytes has quantized the base already, its settings are taken.
+    """
+    changes = cfg.bnb_config_kwargs or {} if cfg.load_in_4bit else {}
+    saved = getattr(model_config, "quantization_config", None)
+    settings: dict[str, Any]
+    if saved:
+        settings = dict(saved)
+    elif cfg.load_in_4bit:
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_compute_dtype": cfg.torch_dtype,
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_quant_type": "nf4",
+            "llm_int8_skip_modules": unquantized_modules(cfg.model_config_type, 4),
+            **changes,
+        }
+    else:
+        settings = {"load_in_8bit": True, "llm_int8_skip_modules": unquantized_modules(cfg.model_config_type, 8)}
+    if not changes.get("bnb_4bit_quant_storage"):
+        settings["bnb_4bit_quant_storage"] = "uint8"
+    return BitsAndBytesConfig(**settings)
 
 
 def complete(cfg: Any, model_config: Any) -> None:
-    """Fill in how the base is quantized: what Axolotl's loader says for qlora (4 bits) and lora (8 bits).
+    """Fill in `overrides_of_model_kwargs.quantization_config`, in place, before the model is built.
 
-    nf4 with double quantization, computed in the run's dtype, stored as bytes, changed by `bnb_config_kwargs`. Called
-    before the model is built; the loader holds the very mapping that is changed here.
+    Axolotl's loader already holds that very mapping, so it must not be replaced by another.
 
     Raises:
-        ValueError: the base model is quantized already, by another method.
+        ValueError: the base model is quantized already, by another method than bitsandbytes.
     """
     saved = getattr(model_config, "quantization_config", None)
     if saved and quant_method(saved) != "bitsandbytes":
         raise ValueError(f"base_model: {cfg.base_model} is quantized by {quant_method(saved)}. {REMEDY}")
     if not (cfg.load_in_4bit or cfg.load_in_8bit):
         return
-    as_lora = DictDefault({**cfg, "adapter": "qlora" if cfg.load_in_4bit else "lora"})
-    stand_in: Any = SimpleNamespace(cfg=as_lora, model_config=model_config, model_kwargs={}, is_fsdp_enabled=False)
-    loader.ModelLoader._set_quantization_config(stand_in)
-    found = stand_in.model_kwargs["quantization_config"].to_dict()
-    settings = {key: value for key, value in found.items() if not key.startswith("_")}
-    if not (cfg.bnb_config_kwargs or {}).get("bnb_4bit_quant_storage"):
-        # Axolotl stores the bytes as bf16 for FSDP's sake; what casts a model to another dtype would cast them too, as
-        # `axolotl inference` does.
-        settings["bnb_4bit_quant_storage"] = "uint8"
+    fields = quantization_config(cfg, model_config).to_dict()
+    settings = {key: value for key, value in fields.items() if not key.startswith("_")}
     cfg.overrides_of_model_kwargs["quantization_config"].update({**settings, "quant_method": "bitsandbytes"})
 
 
 def prepare(cfg: Any, model: Any) -> None:
-    """Check that a built base is quantized as asked, and prepare it for training as Axolotl does for qlora.
+    """Check that a base model was quantized as asked, and prepare it for training as Axolotl does for qlora.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: it was quantized otherwise, or not at all.
     """
-    found = base_quantization(model)
+    actual = base_quantization(model)
     if cfg.load_in_4bit or cfg.load_in_8bit:
         wanted = plain_settings(cfg.overrides_of_model_kwargs["quantization_config"].to_dict())
-        if found != wanted:
+        if actual != wanted:
             raise RuntimeError(
                 f"load_in_{4 if cfg.load_in_4bit else 8}bit: the base model was to be loaded with {wanted}, but was "
-                f"with {found}. This Axolotl loads models in a way that the plugin does not know; please report it."
+                f"loaded with {actual}. This version of Axolotl loads models in a way that the plugin does not know; "
+                "please report it."
             )
-    # Merging needs the weights alone.
-    if found is not None and not cfg.merge_lora:
-        loader.prepare_model_for_kbit_training(model, use_gradient_checkpointing=cfg.gradient_checkpointing)
+    # Merging only needs the weights.
+    if actual is not None and not cfg.merge_lora:
+        prepare_quantized_model(model, gradient_checkpointing=cfg.gradient_checkpointing)
 
 
 def load_as_trained(cfg: Any, adapter: Path) -> None:
-    """For `merge-lora`, which turns the quantization off: have the base loaded as the adapter saw it in training."""
+    """Have the base model loaded as quantized as in training, for `merge-lora`, which turns quantization off.
+
+    Args:
+        cfg: the raw YAML; changed in place.
+        adapter: the folder of the trained adapter, whose config has the settings.
+    """
     path = adapter / "adapter_config.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if saved.get("base_quantization"):

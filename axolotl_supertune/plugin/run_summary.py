@@ -2,7 +2,6 @@
 
 import io
 import os
-from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..ops.dispatch import described
 from ..tuner import SupraLayer, budget_table
 from ..tuner.gradient import sparse_layers
 from ..tuner.quantization.linear import QuantizedSupraLinear
+from .axolotl_compat import axolotl_version
 from .layer_table import layer_table
 
 
@@ -52,7 +52,7 @@ def training(cfg: Any) -> tuple[dict[str, str], list[str]]:
         "Training": f"{steps}, learning rate {cfg.learning_rate}"
         + (f", {cfg.sparse_lr} of the single weights" if cfg.sparse_lr else "")
         + f", {cfg.optimizer}, seed {cfg.seed}",
-        "Axolotl": installed("axolotl"),
+        "Axolotl": axolotl_version(),
     }
     return lines, hub
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import click
@@ -9,9 +10,10 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from axolotl_supertune.commands.cli import model_arguments
+from axolotl_supertune.plugin.quantized_base import quantization_config
 from axolotl_supertune.plugin.validation import prepare
 from axolotl_supertune.tuner import read_adapter
 from axolotl_supertune.tuner.export import CannotExport, export_adapter
@@ -208,3 +210,42 @@ def test_the_base_is_left_as_axolotl_leaves_it_for_lora(settings, load, key):
     assert ours == base_of(
         settings(adapter=lora, lora_r=4, lora_alpha=16, lora_target_linear=True, **calibration, **off, **options)
     )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "jamba", "falcon_h1", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"load_in_8bit": True},
+        {"load_in_4bit": True},
+        {"load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_quant_storage": "float32"}},
+        {
+            "load_in_4bit": True,
+            "bnb_config_kwargs": {
+                "bnb_4bit_quant_type": "fp4",
+                "bnb_4bit_use_double_quant": False,
+                "bnb_4bit_compute_dtype": "float32",
+                "llm_int8_skip_modules": ["q_proj"],
+            },
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "saved", [None, {"quant_method": "bitsandbytes", "load_in_8bit": True}], ids=["plain", "saved"]
+)
+def test_the_settings_are_those_of_axolotls_loader(model_type, keys, saved):
+    from axolotl.loaders import ModelLoader
+    from axolotl.utils.dict import DictDefault
+
+    lora = "qlora" if keys.get("load_in_4bit") else "lora"
+    cfg = DictDefault({"adapter": lora, "torch_dtype": torch.bfloat16, "model_config_type": model_type, **keys})
+    model_config = LlamaConfig()
+    if saved:
+        model_config.quantization_config = saved
+    loader = SimpleNamespace(cfg=cfg, model_config=model_config, model_kwargs={}, is_fsdp_enabled=False)
+    ModelLoader._set_quantization_config(loader)
+    expected = loader.model_kwargs["quantization_config"].to_dict()
+    if "bnb_4bit_quant_storage" not in (keys.get("bnb_config_kwargs") or {}):
+        expected["bnb_4bit_quant_storage"] = "uint8"  # the one that differs, see quantization_config
+    assert quantization_config(cfg, model_config).to_dict() == expected

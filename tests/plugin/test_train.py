@@ -326,7 +326,7 @@ def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(settings, tra
         evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
     assert norms.stat().st_mtime_ns == written, "a refused evaluation calibrated"
     with monkeypatch.context() as patch:
-        patch.setattr("axolotl_supertune.plugin.plugin._is_evaluation", lambda: False)
+        patch.setattr("axolotl_supertune.plugin.axolotl_compat.is_evaluating", lambda: False)
         with pytest.raises(ValueError, match="untrained adapter"):  # the second line of defence
             evaluate(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
     cfg = load(mapping, lora_model_dir=mapping["output_dir"])

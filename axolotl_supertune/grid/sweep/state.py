@@ -1,13 +1,10 @@
 """A grid and its RUNS_DIR as it is: which runs there are, whether they are the grid's, and which rates they choose."""
 
 import copy
-import importlib
 from pathlib import Path
 from typing import Any, Literal
 
-from axolotl.utils.schemas.config import AxolotlInputConfig
-
-from ...plugin import validation
+from ...plugin import axolotl_compat, validation
 from ...plugin.args import SupertuneArgs
 from ..config import (
     CALIBRATION_FOLDER,
@@ -300,21 +297,16 @@ def _known_keys(grid: Grid) -> set[str]:
     Raises:
         GridError: a plugin cannot be loaded.
     """
-    known = set()
-    models: list[Any] = [AxolotlInputConfig, SupertuneArgs]
+    arguments = [f"{SupertuneArgs.__module__}.{SupertuneArgs.__name__}"]
     every = [grid.base_settings, *(method.settings for method in grid.methods.values())]
     for name in dict.fromkeys(name for settings in every for name in settings.get("plugins") or []):
         if name in (SUPERTUNE, RECORD):
             continue
         try:
-            module, _, plugin = name.rpartition(".")
-            dotted = getattr(importlib.import_module(module), plugin)().get_input_args()
-            if dotted:
-                module, _, arguments = dotted.rpartition(".")
-                models.append(getattr(importlib.import_module(module), arguments))
+            argument_class = axolotl_compat.argument_class_of(name)
+            if argument_class:
+                axolotl_compat.config_keys([argument_class])  # raises here, where the plugin can be named
+                arguments.append(argument_class)
         except (ImportError, AttributeError, ValueError) as error:
             raise GridError(f"plugins: {name} cannot be loaded: {error}; install it, or remove it.") from error
-    for model in models:
-        known |= set(model.model_fields)
-        known |= {field.alias for field in model.model_fields.values() if field.alias}
-    return known
+    return axolotl_compat.config_keys(arguments)

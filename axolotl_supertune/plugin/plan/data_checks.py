@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axolotl.common.const import DEFAULT_DATASET_PREPARED_PATH
 from axolotl.loaders import load_tokenizer
 from axolotl.utils.dict import DictDefault
 from huggingface_hub import try_to_load_from_cache
@@ -21,6 +20,7 @@ from ...method.activation_norms import ActivationNorms
 from ...method.calibration_data import LOCAL_SUFFIXES, TRAINING_SET, training_windows
 from ...tuner import SupraConfig
 from .. import validation
+from ..axolotl_compat import PREPARED_FOLDER
 from ..calibrate import max_positions, window_length, windows_of_text
 from ..create import is_new
 from ..load import kept_settings
@@ -52,7 +52,7 @@ def look_at_data(cfg: Mapping[str, Any]) -> Said:
         cfg: the YAML of any adapter, and of full fine-tuning.
     """
     said = Said()
-    prepared = Path(cfg.get("dataset_prepared_path") or DEFAULT_DATASET_PREPARED_PATH)
+    prepared = Path(cfg.get("dataset_prepared_path") or PREPARED_FOLDER)
     is_prepared = any(prepared.glob("*")) and not cfg.get("skip_prepare_dataset")
     for where, path in _named(cfg):
         if os.path.isfile(path) and os.path.getsize(path) == 0:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # the command's help shall not wait for torch
 _UNITS = {"": 1, "MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
 # A mode or a file that training refuses leaves the rest of the config worth planning; a wrong budget does not.
 _REMOVABLE = re.compile(r"(?P<key>\w+)(\[\d+\][\w.]*)?: ")
-# As a machine to train on has them, where this one may have no GPU: Axolotl's validation asks.
-_CAPABILITIES = {"bf16": True, "fp8": True, "tf32": True, "compute_capability": "sm_90"}
 
 
 class _Memory(click.ParamType):
@@ -313,13 +311,11 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
     Raises:
         click.ClickException: what cannot be taken out, because the budgets hang on it.
     """
-    from axolotl.integrations.base import PluginManager
-    from axolotl.utils.config import prepare_plugins, validate_config
     from axolotl.utils.dict import DictDefault
 
-    from .. import validation
+    from .. import axolotl_compat, validation
     from ..args import SupertuneArgs
-    from ..plugin import SupertunePlugin, _known_keys
+    from ..plugin import SupertunePlugin
 
     if raw.get("adapter") not in validation.ADAPTERS:
         grid = isinstance(raw.get("methods"), dict)
@@ -331,14 +327,11 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
         raise click.ClickException(f"adapter: {raw.get('adapter')}: only supra and super are planned.{remedy}")
     if not raw.get("base_model"):
         raise click.ClickException("base_model: the config names none.")
-    manager = PluginManager.get_instance()
-    for name in raw.get("plugins") or []:
-        if name not in manager.plugins:
-            manager.register(name)
-    for plugin in manager.plugins.values():
+    axolotl_compat.register_plugins(raw.get("plugins") or [])
+    for plugin in axolotl_compat.registered_plugins():
         if isinstance(plugin, SupertunePlugin):
             plugin.plans_only = True
-    known = _known_keys()
+    known = axolotl_compat.config_keys(axolotl_compat.registered_argument_classes())
     budget_keys = {*SupertuneArgs.model_fields, *validation.SHARED_KEYS, "adapter", "base_model"}
     refusals: list[str] = []
     left = copy.deepcopy(dict(raw))
@@ -361,10 +354,7 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
                 raise click.ClickException(message) from error
     try:
         with _world(1):  # the number of processes was asked above
-            prepare_plugins(cfg)
-            cfg = validate_config(
-                cfg, capabilities={**_CAPABILITIES, "n_gpu": gpus}, env_capabilities={"torch_version": "2.11.0"}
-            )
+            cfg = axolotl_compat.validated(cfg, gpus)
     except (ValueError, ImportError) as error:
         refusals.append(str(error))
     return cfg, refusals, {key: value for key, value in raw.items() if key not in left}
@@ -387,8 +377,9 @@ def _world(size: int) -> Iterator[None]:
 def _meta_model(cfg: Any) -> tuple[Any, Any]:
     """The base model without weights, and its config."""
     import torch
-    from axolotl.loaders.utils import load_model_config
     from transformers import AutoModelForCausalLM
+
+    from ..axolotl_compat import load_model_config
 
     try:
         config = load_model_config(cfg)

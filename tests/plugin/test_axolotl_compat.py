@@ -1,0 +1,56 @@
+"""Axolotl's internals are used in one file, and are what that file says."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from axolotl_supertune.plugin import axolotl_compat
+
+PACKAGE = Path(axolotl_compat.__file__).parents[1]
+PUBLIC = {
+    "axolotl.cli.config": {"load_cfg"},
+    "axolotl.common.datasets": {"load_datasets"},
+    "axolotl.integrations.base": {"AdapterCapabilities", "BasePlugin"},
+    "axolotl.loaders": {"ModelLoader", "load_tokenizer"},
+    "axolotl.utils.dict": {"DictDefault"},
+    "axolotl.utils.logging": {"get_logger"},
+}
+
+
+def imported_from_axolotl(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if alias.name.partition(".")[0] == "axolotl")
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module.partition(".")[0] == "axolotl":
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_no_other_file_reaches_into_axolotl():
+    reaches = {
+        f"{path.relative_to(PACKAGE)}: {module}.{name}"
+        for path in PACKAGE.rglob("*.py")
+        if path != Path(axolotl_compat.__file__)
+        for module, name in imported_from_axolotl(path)
+        if name not in PUBLIC.get(module, ())
+    }
+    assert not reaches
+
+
+def test_known_keys_are_axolotls_and_those_of_the_named_classes():
+    assert {"base_model", "micro_batch_size", "adapter"} <= axolotl_compat.config_keys([])
+    assert "supra_lambda" not in axolotl_compat.config_keys([])
+    assert "supra_lambda" in axolotl_compat.config_keys(["axolotl_supertune.plugin.args.SupertuneArgs"])
+
+
+def test_the_argument_class_of_a_plugin_that_is_not_registered():
+    found = axolotl_compat.argument_class_of("axolotl_supertune.SupertunePlugin")
+    assert found == "axolotl_supertune.plugin.args.SupertuneArgs"
+    assert not list(axolotl_compat.registered_plugins())
+    with pytest.raises(ImportError):
+        axolotl_compat.argument_class_of("nowhere.Plugin")
+
+
+def test_no_command_is_running():
+    assert not axolotl_compat.is_evaluating()
+    assert not axolotl_compat.is_merging()
