@@ -90,16 +90,16 @@ def make_case(
     return Case(weight, draw(c).to(dtype).requires_grad_() if bias else None, values, indices, L, R, 1.7)
 
 
-def kernel_layer(case, *, dtype=None, dropout=0.0, sweep=None):
+def kernel_layer(case, *, dtype=None, dropout=0.0, writer=None):
     """The layer as `fused` takes it, written into a copy of its weight."""
     from axolotl_supertune.ops.fused import Layer
-    from axolotl_supertune.ops.inplace_weight import Entry, Sweep
+    from axolotl_supertune.ops.inplace_weight import BatchedWriter, WeightSlot
 
     weight = case.weight.clone()
-    sweep = sweep or Sweep()
-    entry = Entry(weight, case.values, case.indices, case.L, case.R, case.scaling, dtype or weight.dtype)
-    sweep.refresh(sweep.add(entry))
-    return Layer(entry, case.bias, dropout)
+    writer = writer or BatchedWriter()
+    slot = WeightSlot(weight, case.values, case.indices, case.L, case.R, case.scaling, dtype or weight.dtype)
+    writer.refresh(writer.add(slot))
+    return Layer(slot, case.bias, dropout)
 
 
 def dense_linear(x, case, kept=None, probability=0.0):

@@ -15,7 +15,7 @@ VARIABLE = "SUPERTUNE_KERNELS"
 _CHOICES = ("auto", "triton", "reference")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_RANK = 128
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def requested() -> str:
@@ -30,7 +30,7 @@ def requested() -> str:
     return asked
 
 
-def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_device_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels do not run on this device with this dtype, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -55,7 +55,7 @@ def described(device: torch.device, dtype: torch.dtype, rank: int) -> str:
     asked = requested()
     if asked == "reference":
         return f"reference ({VARIABLE}=reference)"
-    reason = device_obstacle(device, dtype)
+    reason = unsupported_device_reason(device, dtype)
     if reason is None and rank > _MAX_RANK:
         reason = f"rank {rank} is above {_MAX_RANK}"
     if reason is None:
@@ -87,9 +87,9 @@ def takes_kernels(
     asked = requested()
     if asked == "reference":
         return False
-    reason = tensor_obstacle(x, weight, sparse, low_rank)
+    reason = unsupported_tensor_reason(x, weight, sparse, low_rank)
     if reason is None:
-        reason = _device_obstacle(x.device, compute_dtype(x, weight), asked)
+        reason = _unsupported_device_reason(x.device, compute_dtype(x, weight), asked)
     return _decided(reason, x, asked, layer)
 
 
@@ -111,7 +111,7 @@ def takes_sampled_products(x: Tensor, dtype: torch.dtype, shape: tuple[int, int]
     reason = "the input is empty" if not x.numel() else None
     if min(shape) == 1:
         reason = f"a layer of shape {shape} is left to it"
-    return _decided(reason or _device_obstacle(x.device, dtype, asked), x, asked, layer)
+    return _decided(reason or _unsupported_device_reason(x.device, dtype, asked), x, asked, layer)
 
 
 def _decided(reason: str | None, x: Tensor, asked: str, layer: str) -> bool:
@@ -119,8 +119,8 @@ def _decided(reason: str | None, x: Tensor, asked: str, layer: str) -> bool:
         return True
     if asked == "triton":
         raise RuntimeError(f"{layer}: {VARIABLE}=triton, but the Triton kernels cannot compute this layer: {reason}.")
-    if x.device.type == "cuda" and x.numel() and reason not in _told:
-        _told.add(reason)
+    if x.device.type == "cuda" and x.numel() and reason not in _warned:
+        _warned.add(reason)
         warnings.warn(f"{layer}: computed by the slower reference path: {reason}.", stacklevel=4)
     return False
 
@@ -130,7 +130,9 @@ def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return autocast_dtype(x.device.type) or weight.dtype
 
 
-def tensor_obstacle(x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]) -> str | None:
+def unsupported_tensor_reason(
+    x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]
+) -> str | None:
     """Why the Triton kernels cannot compute a layer with these tensors, or None; torch.compile can look into it."""
     if x.device != weight.device:
         return f"the input is on {x.device} and the weight on {weight.device}"
@@ -152,6 +154,6 @@ def tensor_obstacle(x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_ran
 
 
 @functools.cache
-def _device_obstacle(device: torch.device, dtype: torch.dtype, asked: str) -> str | None:
-    """`device_obstacle`, asked by every layer that takes the reference path in every forward."""
-    return device_obstacle(device, dtype)
+def _unsupported_device_reason(device: torch.device, dtype: torch.dtype, asked: str) -> str | None:
+    """`unsupported_device_reason`, asked by every layer that takes the reference path in every forward."""
+    return unsupported_device_reason(device, dtype)

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from ..method import sizes
 from . import kernels
-from .gathered_weight import GatheredEntry
-from .inplace_weight import Entry
+from .gathered_weight import GatheredSlot
+from .inplace_weight import WeightSlot
 from .launcher import aligned
 from .reference import cast, linear
 
@@ -25,12 +25,12 @@ _SEED_BIT = 2**62
 
 
 class Layer(NamedTuple):
-    """An adapted linear layer: its entry, made current by whoever calls, its bias (c,) and dropout probability.
+    """An adapted linear layer: its slot, made current by whoever calls, its bias (c,) and dropout probability.
 
-    A `GatheredEntry` is made current here, around each forward and backward.
+    A `GatheredSlot` is made current here, around each forward and backward.
     """
 
-    entry: Entry | GatheredEntry
+    slot: WeightSlot | GatheredSlot
     bias: Tensor | None = None
     dropout: float = 0.0
 
@@ -52,28 +52,28 @@ class _Remade:
 
 
 class Group(_Remade):
-    """One to three layers that read the same input, with everything bound that stays from step to step.
+    """One to three layers that read the same input, with everything bound that stays the same from step to step.
 
-    Those with a low-rank part drop out alike and have one padded rank: see `fit_together`.
+    Those with a low-rank part drop out alike and have one padded rank: see `can_group`.
     """
 
     def __init__(self, layers: Sequence[Layer], stream: int = 0, *, whole_input: bool = False) -> None:
         self.layers, self.whole_input = list(layers), whole_input
-        self.entries = [layer.entry for layer in layers]
-        self.stays = self.entries[0].stays
-        self.dtype = self.entries[0].dtype
-        self.sparse = [at for at, entry in enumerate(self.entries) if entry.indices is not None]
-        self.low_rank = [at for at, entry in enumerate(self.entries) if entry.packed is not None]
+        self.slots = [layer.slot for layer in layers]
+        self.persistent = self.slots[0].persistent
+        self.dtype = self.slots[0].dtype
+        self.sparse = [at for at, slot in enumerate(self.slots) if slot.indices is not None]
+        self.low_rank = [at for at, slot in enumerate(self.slots) if slot.packed is not None]
         self.threshold = 0
         if self.low_rank:
-            chosen = [self.entries[at] for at in self.low_rank]
-            lefts, rights = zip(*(entry.packed for entry in chosen if entry.packed is not None), strict=True)
+            chosen = [self.slots[at] for at in self.low_rank]
+            lefts, rights = zip(*(slot.packed for slot in chosen if slot.packed is not None), strict=True)
             self.threshold = kernels.dropout_threshold(layers[self.low_rank[0]].dropout)
             self.narrow = kernels.Narrow(rights, self.threshold, stream)
             self.widen = kernels.Widen(lefts)
             self.narrow_each = kernels.NarrowEach(lefts)
-            widths, ranks = zip(*(entry.L.shape for entry in chosen if entry.L is not None), strict=True)
-            scales = [entry.scaling for entry in chosen]
+            widths, ranks = zip(*(slot.L.shape for slot in chosen if slot.L is not None), strict=True)
+            scales = [slot.scaling for slot in chosen]
             assert chosen[0].L is not None
             dtype = chosen[0].L.dtype
             self.thin = kernels.ThinGradients(rights, widths, ranks, scales, self.threshold, stream, dtype)
@@ -81,8 +81,8 @@ class Group(_Remade):
         self.trained: list[Tensor] = []
         self._places: dict[str, list[int]] = {"U": [], "L": [], "R": []}
         self._biases: list[tuple[int, int]] = []
-        for at, (layer, entry) in enumerate(zip(layers, self.entries, strict=True)):
-            for name, tensor in (("U", entry.values), ("L", entry.L), ("R", entry.R)):
+        for at, (layer, slot) in enumerate(zip(layers, self.slots, strict=True)):
+            for name, tensor in (("U", slot.values), ("L", slot.L), ("R", slot.R)):
                 if tensor is not None:
                     self._places[name].append(len(self.trained))
                     self.trained.append(tensor)
@@ -95,7 +95,7 @@ class Group(_Remade):
     @functools.cached_property
     def sampling(self) -> "Sampling":
         """What backward reads of the input, and what computes dU of the layers with a support."""
-        columns, plans = None, [entry.plan for entry in self.entries if entry.plan is not None]
+        columns, plans = None, [slot.plan for slot in self.slots if slot.plan is not None]
         if not self.low_rank and not self.whole_input:
             columns, plans = kernels.few_columns(plans)
         sizes = [plans[0].shape[1], *(plan.shape[0] for plan in plans)]
@@ -114,14 +114,14 @@ class Group(_Remade):
     def forward(self, x: Tensor, seed: int) -> tuple[list[Tensor], Tensor | None]:
         """x (..., b) → (..., c) of every layer, and the thin products (T, k·r') of those with a low-rank part."""
         if not self.low_rank:
-            return [_linear(x, _weight(layer.entry), cast(layer.bias, self.dtype)) for layer in self.layers], None
+            return [_linear(x, _weight(layer.slot), cast(layer.bias, self.dtype)) for layer in self.layers], None
         inner = self.narrow(x, seed)
         added = iter(self.widen(inner, x.shape[:-1]))
         rows = _matrix(x)
         outputs = []
         for layer in self.layers:
-            weight, bias = _weight(layer.entry), cast(layer.bias, self.dtype)
-            if layer.entry.packed is None:
+            weight, bias = _weight(layer.slot), cast(layer.bias, self.dtype)
+            if layer.slot.packed is None:
                 outputs.append(_linear(x, weight, bias))
                 continue
             y = next(added)
@@ -146,8 +146,8 @@ class Group(_Remade):
             elif wants_dx:
                 dx = self.thin.through(x, d_inner, seed)
         if wants_dx:
-            for dy, entry in zip(dys, self.entries, strict=True):
-                rows, weight = _matrix(dy), _weight(entry)
+            for dy, slot in zip(dys, self.slots, strict=True):
+                rows, weight = _matrix(dy), _weight(slot)
                 dx = torch.mm(rows, weight) if dx is None else dx.addmm_(rows, weight)
         for at, place in self._biases:
             bias = self.trained[place]
@@ -187,12 +187,12 @@ class GatedMLP(_Remade):
         self.layers = [gate, up, down]
         # The input of down is made again in backward, whole: its columns are no saving.
         self.gate_up, self.down = Group([gate, up]), Group([down], stream=2, whole_input=True)
-        self.entries = [layer.entry for layer in self.layers]
-        self.stays = self.gate_up.stays
-        weight = gate.entry.weight
-        self.swiglu = kernels.Swiglu(weight.shape[0], gate.entry.dtype, weight.device)
+        self.slots = [layer.slot for layer in self.layers]
+        self.persistent = self.gate_up.persistent
+        weight = gate.slot.weight
+        self.swiglu = kernels.Swiglu(weight.shape[0], gate.slot.dtype, weight.device)
         self.trained = [*self.gate_up.trained, *self.down.trained]
-        self.together = all(layer.entry.indices is not None for layer in self.layers)
+        self.together = all(layer.slot.indices is not None for layer in self.layers)
 
     @functools.cached_property
     def sampling(self) -> "Sampling":
@@ -207,13 +207,13 @@ class GatedMLP(_Remade):
         return gated_mlp(x, self)
 
 
-def fit_together(layers: Sequence[Layer]) -> bool:
+def can_group(layers: Sequence[Layer]) -> bool:
     """Whether a `Group` takes these layers: one dtype, dropout and padded rank; all their weights stay, or none."""
-    low_rank = [layer for layer in layers if layer.entry.packed is not None]
+    low_rank = [layer for layer in layers if layer.slot.packed is not None]
     return (
-        len({(layer.entry.dtype, layer.entry.stays) for layer in layers}) == 1
+        len({(layer.slot.dtype, layer.slot.persistent) for layer in layers}) == 1
         and len({layer.dropout for layer in low_rank}) <= 1
-        and len({layer.entry.packed[0].shape[0] for layer in low_rank if layer.entry.packed is not None}) <= 1
+        and len({layer.slot.packed[0].shape[0] for layer in low_rank if layer.slot.packed is not None}) <= 1
     )
 
 
@@ -243,9 +243,9 @@ def group_forward(x: Tensor, group: Group, *, keeps: bool = True) -> tuple[list[
     """Without autograd: the outputs, and what `group_backward` wants unless there will be none."""
     seed = _seed(x, group.threshold)
     x = _operand(x, group.dtype)
-    with _NOTHING if group.stays else _Written(group.entries):
+    with _NOTHING if group.persistent else _Written(group.slots):
         outputs, inner = group.forward(x, seed)
-    return outputs, Saved((group.kept(x) if keeps else None, inner), seed, [entry.versions for entry in group.entries])
+    return outputs, Saved((group.kept(x) if keeps else None, inner), seed, [slot.versions for slot in group.slots])
 
 
 def group_backward(
@@ -254,7 +254,7 @@ def group_backward(
     """dx (..., b) in the dtype of the products, and the gradients of `group.trained`."""
     x, inner = saved.tensors
     assert x is not None
-    with _Written(group.entries, saved.versions):
+    with _Written(group.slots, saved.versions):
         x, operands = _operand(x, group.dtype), [_operand(dy, group.dtype) for dy in dys]
         dx, grads = group.backward(x, operands, inner, saved.seed, trains=trains, wants_dx=wants_dx)
         if group.sparse and trains:
@@ -266,11 +266,11 @@ def mlp_forward(x: Tensor, mlp: GatedMLP, *, keeps: bool = True) -> tuple[Tensor
     """Without autograd: the output, and what `mlp_backward` wants unless there will be none."""
     seed = _seed(x, mlp.gate_up.threshold or mlp.down.threshold)
     x = _operand(x, mlp.gate_up.dtype)
-    with _NOTHING if mlp.stays else _Written(mlp.entries):
+    with _NOTHING if mlp.persistent else _Written(mlp.slots):
         (gate, up), inner = mlp.gate_up.forward(x, seed)
         (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
     saved = (mlp.gate_up.kept(x) if keeps else None, gate, up, inner, inner_down)
-    return y, Saved(saved, seed, [entry.versions for entry in mlp.entries])
+    return y, Saved(saved, seed, [slot.versions for slot in mlp.slots])
 
 
 def mlp_backward(
@@ -281,7 +281,7 @@ def mlp_backward(
     assert x is not None
     assert gate is not None
     assert up is not None
-    with _Written(mlp.entries, saved.versions):
+    with _Written(mlp.slots, saved.versions):
         x, dy = _operand(x, mlp.gate_up.dtype), _operand(grad, mlp.down.dtype)
         tokens = dy.numel() // dy.shape[-1]
         together = trains and mlp.together and tokens <= sizes.TOKENS_AT_ONCE
@@ -321,10 +321,10 @@ class _Written:
     """
 
     def __init__(
-        self, entries: "Sequence[Entry | GatheredEntry]", versions: "Sequence[tuple[tuple[Tensor, int], ...]]" = ()
+        self, slots: "Sequence[WeightSlot | GatheredSlot]", versions: "Sequence[tuple[tuple[Tensor, int], ...]]" = ()
     ) -> None:
-        self._entries = entries
-        self._again: list[Entry | GatheredEntry] = []
+        self._slots = slots
+        self._again: list[WeightSlot | GatheredSlot] = []
         for each in versions:
             for tensor, version in each:
                 if tensor._version != version:
@@ -335,16 +335,16 @@ class _Written:
 
     def __enter__(self) -> None:
         try:
-            for entry in self._entries:
-                if entry.ensure():
-                    self._again.append(entry)
+            for slot in self._slots:
+                if slot.ensure():
+                    self._again.append(slot)
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
-        for entry in self._again:
-            entry.restore()
+        for slot in self._again:
+            slot.restore()
 
 
 _NOTHING = contextlib.nullcontext()
@@ -402,10 +402,10 @@ class _GatedMLP(torch.autograd.Function):
         return dx if dx is None or dx.dtype is ctx.x_dtype else dx.to(ctx.x_dtype), None, *grads
 
 
-def _weight(entry: Entry | GatheredEntry) -> Tensor:
+def _weight(slot: WeightSlot | GatheredSlot) -> Tensor:
     """The effective weight in the dtype of the products."""
-    weight = entry.weight
-    return weight if weight.dtype is entry.dtype else weight.to(entry.dtype)
+    weight = slot.weight
+    return weight if weight.dtype is slot.dtype else weight.to(slot.dtype)
 
 
 def _seed(x: Tensor, threshold: int) -> int:

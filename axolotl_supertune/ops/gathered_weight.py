@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import kernels, write_kernels
 from .inplace_weight import room_for_factors
-from .kernels import Plan
+from .kernels import SamplingPlan
 from .launcher import aligned
 
 
@@ -26,8 +26,8 @@ class Gathered(NamedTuple):
     R: Tensor | None
 
 
-class GatheredEntry:
-    """One such layer with one adapter, in the place of an `Entry` for the functions of `fused`.
+class GatheredSlot:
+    """One such layer with one adapter, in the place of an `WeightSlot` for the functions of `fused`.
 
     Args:
         now: () → what is gathered; it is called within the layer's forward or backward, and raises where it is not.
@@ -36,7 +36,7 @@ class GatheredEntry:
         dtype: what the layer computes in; the copies of L and R are of it, γ multiplied into L.
     """
 
-    stays = False
+    persistent = False
 
     def __init__(self, now: Callable[[], Gathered], indices: Tensor | None, scaling: float, dtype: torch.dtype) -> None:
         self._now, self.indices, self.scaling, self.dtype = now, indices, scaling, dtype
@@ -51,10 +51,10 @@ class GatheredEntry:
             self._pack = write_kernels.PackPair(self.packed, self.L.shape[1], scaling, self.L.dtype)
 
     @functools.cached_property
-    def plan(self) -> Plan | None:
+    def plan(self) -> SamplingPlan | None:
         """How its sampled products walk over the support."""
         c, b = self.weight.shape
-        return None if self.indices is None else kernels.make_plan(self.indices, (c, b))
+        return None if self.indices is None else kernels.make_sampling_plan(self.indices, (c, b))
 
     def ensure(self) -> bool:
         """Write M⊙U into the gathered weight, and copy L and R.

@@ -1,6 +1,6 @@
 """The effective weight W + M⊙U kept in the base weight itself, W's own bits beside it, for all layers in one launch.
 
-Writing s entries takes microseconds where a second copy of the weight takes its memory and two passes over it. The
+Writing s slots takes microseconds where a second copy of the weight takes its memory and two passes over it. The
 price is that a base weight is not itself while an adapter is written in: whoever reads it must `restore` first, and
 what is restored are the very bits that were there.
 """
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..method.sizes import padded_rank
 from . import kernels, write_kernels
-from .kernels import Plan
+from .kernels import SamplingPlan
 
 
-class Entry:
+class WeightSlot:
     """One layer with one adapter: what is written into its weight, and the copies of L and R that the kernels read.
 
     Args:
@@ -30,7 +30,7 @@ class Entry:
     """
 
     # What is written stays until it is restored, from forward to forward; see `gathered` for weights that do not.
-    stays = True
+    persistent = True
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Entry:
         self.written = False
         self.fresh = False
         self.place = -1
-        # Whether the model still calls the layer; it is asked before the entry is written together with others.
+        # Whether the model still calls the layer; it is asked before the slot is written together with others.
         self.is_called: Callable[[], bool] = lambda: True
         self.saved: Tensor | None = None
         self._alone: _Tables | None = None
@@ -58,18 +58,18 @@ class Entry:
         self.packed = room_for_factors(weight, L, R, dtype)
 
     @functools.cached_property
-    def plan(self) -> Plan | None:
+    def plan(self) -> SamplingPlan | None:
         """How its sampled products walk over the support: made for the first backward, nothing else needs it."""
         c, b = self.weight.shape
-        return None if self.indices is None else kernels.make_plan(self.indices, (c, b))
+        return None if self.indices is None else kernels.make_sampling_plan(self.indices, (c, b))
 
     def is_of(self, *operands: Any) -> bool:
-        """Whether this entry was made of these very objects, in the order of the constructor."""
+        """Whether this slot was made of these very objects, in the order of the constructor."""
         mine = (self.weight, self.values, self.indices, self.L, self.R, self.scaling, self.dtype)
         return all(one is other for one, other in zip(mine[:5], operands[:5], strict=True)) and mine[5:] == operands[5:]
 
     def ensure(self) -> bool:
-        """For a backward: write again if the weight was restored, or written by another entry, since the forward.
+        """For a backward: write again if the weight was restored, or written by another slot, since the forward.
 
         Returns:
             Whether it was; whoever asked then restores it afterwards.
@@ -81,7 +81,7 @@ class Entry:
                 "the weight of an adapted layer was replaced between a forward and its backward (by a merge?): call "
                 "backward() first."
             )
-        self._write_alone()
+        self._write_single()
         return True
 
     def restore(self) -> None:
@@ -91,7 +91,7 @@ class Entry:
             self.weight.detach().view(-1)[self.indices.long()] = self.saved
         self.written = self.fresh = False
 
-    def _write_alone(self) -> None:
+    def _write_single(self) -> None:
         self.prepare()
         self.written = True
         if self._alone is None or not self._alone.hold():
@@ -102,7 +102,7 @@ class Entry:
         """Save W on the support before the first write."""
         moved = self.weight.data_ptr() != self._address
         if self.indices is not None and (moved or not self.written):
-            # One entry at a time is written into a weight: what this one saves as W must be W.
+            # One slot at a time is written into a weight: what this one saves as W must be W.
             owner = _owners.get(self.weight.data_ptr())
             if owner is not None and owner is not self:
                 owner.restore()
@@ -137,7 +137,7 @@ class Entry:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What entries of one table have in common; U, L and R may change their dtype."""
+        """What slots of one table have in common; U, L and R may change their dtype."""
         rank = None if self.packed is None else self.packed[0].shape[0]
         dtypes = (None if each is None else each.dtype for each in (self.weight, self.values, self.L, self.indices))
         return self.weight.device, self.dtype, rank, *dtypes
@@ -155,11 +155,11 @@ def room_for_factors(
     return left, right
 
 
-# By the address of their weight: the entries that wrote last.
-_owners: "weakref.WeakValueDictionary[int, Entry]" = weakref.WeakValueDictionary()
+# By the address of their weight: the slots that wrote last.
+_owners: "weakref.WeakValueDictionary[int, WeightSlot]" = weakref.WeakValueDictionary()
 
 
-class Sweep:
+class BatchedWriter:
     """All layers of a model, written together: the first layer of a forward writes for those after it.
 
     A layer takes what is written once, and in the order in which layers are called; when it asks again, or out of turn,
@@ -174,38 +174,38 @@ class Sweep:
         # What was written together before it was restored together, the latest first, and whether nothing was since.
         self._before: list[list[_Tables]] = []
         self._is_restored = False
-        self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._slots: weakref.WeakValueDictionary[int, WeightSlot] = weakref.WeakValueDictionary()
         self._counter = itertools.count()
         self._tables: list[_Tables] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Sweep":
-        return Sweep()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BatchedWriter":
+        return BatchedWriter()
 
     def __reduce__(self) -> Any:
-        return Sweep, ()
+        return BatchedWriter, ()
 
-    def add(self, entry: Entry) -> Entry:
+    def add(self, slot: WeightSlot) -> WeightSlot:
         """Take part from now on."""
-        entry.place = next(self._counter)
-        self._entries[entry.place] = entry
+        slot.place = next(self._counter)
+        self._slots[slot.place] = slot
         self._tables = []
-        return entry
+        return slot
 
-    def refresh(self, *entries: Entry) -> None:
-        """Make the weights and the copies of `entries` current, in this order."""
+    def refresh(self, *slots: WeightSlot) -> None:
+        """Make the weights and the copies of `slots` current, in this order."""
         if torch._C._current_graph_task_id() != -1:
             # Inside a backward (gradient checkpointing): what its forward used still holds.
-            for entry in entries:
-                entry.ensure()
+            for slot in slots:
+                slot.ensure()
             return
-        for entry in entries:
-            if not entry.written:
-                if not (self._is_restored and self._write_again(entry)):
-                    entry._write_alone()
-            elif not (entry.fresh and entry.place > self._last and entry.is_current()):
+        for slot in slots:
+            if not slot.written:
+                if not (self._is_restored and self._write_again(slot)):
+                    slot._write_single()
+            elif not (slot.fresh and slot.place > self._last and slot.is_current()):
                 self._run()
-            entry.fresh = False
-            self._last = entry.place
+            slot.fresh = False
+            self._last = slot.place
         self._is_restored = False
 
     def restore(self) -> None:
@@ -218,9 +218,9 @@ class Sweep:
                 tables.restore()
             self._before = [self._tables, *(each for each in self._before if each is not self._tables)][: self._SETS]
             self._is_restored = True
-        for entry in self._entries.values():
-            if entry.written:
-                entry.restore()
+        for slot in self._slots.values():
+            if slot.written:
+                slot.restore()
 
     @staticmethod
     def restore_others(weight: Tensor) -> None:
@@ -233,16 +233,16 @@ class Sweep:
         """Write no layer for another from now on, until all have been used again: one may have left."""
         self._before = []
 
-    def drop(self, *entries: Entry) -> None:
+    def drop(self, *slots: WeightSlot) -> None:
         """Write these no more, though a graph or a group of layers may still hold them: nobody would restore them."""
-        for entry in entries:
-            self._entries.pop(entry.place, None)
+        for slot in slots:
+            self._slots.pop(slot.place, None)
         self._before, self._tables = [], []
 
-    def _write_again(self, entry: Entry) -> bool:
-        """Write what was written together with this entry before, if it can be."""
+    def _write_again(self, slot: WeightSlot) -> bool:
+        """Write what was written together with this slot before, if it can be."""
         for before in self._before:
-            if any(tables.has(entry) for tables in before):
+            if any(tables.has(slot) for tables in before):
                 if not all(tables.can_return() for tables in before):
                     return False
                 self._tables = before
@@ -253,79 +253,79 @@ class Sweep:
         return False
 
     def _run(self) -> None:
-        # The tables are of all entries that were written when they were made: one that is written since makes new ones.
-        count = sum([entry.written for entry in self._entries.values()])
+        # The tables are of all slots that were written when they were made: one that is written since makes new ones.
+        count = sum([slot.written for slot in self._slots.values()])
         if count != sum([tables.count for tables in self._tables]) or not all([each.hold() for each in self._tables]):
-            groups: dict[Any, list[Entry]] = {}
-            for entry in self._entries.values():
-                if entry.written:
-                    entry.prepare()
-                    groups.setdefault(entry.kind, []).append(entry)
-            self._tables = [_Tables(entries) for entries in groups.values()]
+            groups: dict[Any, list[WeightSlot]] = {}
+            for slot in self._slots.values():
+                if slot.written:
+                    slot.prepare()
+                    groups.setdefault(slot.kind, []).append(slot)
+            self._tables = [_Tables(slots) for slots in groups.values()]
         for tables in self._tables:
             tables.run(fresh=True)
 
 
 class _Tables:
-    """The device tables of some entries of one kind, all of them prepared."""
+    """The device tables of some slots of one kind, all of them prepared."""
 
-    def __init__(self, entries: list[Entry]) -> None:
-        self.count = len(entries)
-        self._entries = [weakref.ref(entry) for entry in entries]
-        self._addresses = self._now(entries)
+    def __init__(self, slots: list[WeightSlot]) -> None:
+        self.count = len(slots)
+        self._slots = [weakref.ref(slot) for slot in slots]
+        self._addresses = self._now(slots)
         self._write = self._pack = None
         writes = [
-            (entry.weight, entry.indices, entry.values, entry.saved)
-            for entry in entries
-            if entry.indices is not None and entry.values is not None and entry.saved is not None
+            (slot.weight, slot.indices, slot.values, slot.saved)
+            for slot in slots
+            if slot.indices is not None and slot.values is not None and slot.saved is not None
         ]
         if writes:
             self._write = write_kernels.write_table(writes)
         packs = []
-        for entry in entries:
-            if entry.L is not None and entry.R is not None and entry.packed is not None:
-                packs.append((entry.L.detach().t(), entry.scaling, entry.packed[0]))
-                packs.append((entry.R.detach(), 1.0, entry.packed[1]))
+        for slot in slots:
+            if slot.L is not None and slot.R is not None and slot.packed is not None:
+                packs.append((slot.L.detach().t(), slot.scaling, slot.packed[0]))
+                packs.append((slot.R.detach(), 1.0, slot.packed[1]))
         if packs:
             self._pack = write_kernels.pack_table(packs)
 
     @staticmethod
-    def _now(entries: list[Any]) -> list[int]:
+    def _now(slots: list[Any]) -> list[int]:
         """Where everything lies that a table names; a tensor of another dtype lies elsewhere too."""
-        tensors = [(entry.weight, entry.values, entry.saved, entry.L, entry.R) for entry in entries]
+        tensors = [(slot.weight, slot.values, slot.saved, slot.L, slot.R) for slot in slots]
         return [tensor.data_ptr() for each in tensors for tensor in each if tensor is not None]
 
     def hold(self) -> bool:
-        """Whether these tables still say where the entries are, and all of them are written."""
+        """Whether these tables still say where the slots are, and all of them are written."""
         return self._hold(written=True)
 
     def can_return(self) -> bool:
-        """Whether these tables still say where the entries are, none of them is written, and all layers are called."""
-        return self._hold(written=False) and all([entry.is_called() for ref in self._entries if (entry := ref())])
+        """Whether these tables still say where the slots are, none of them is written, and all layers are called."""
+        return self._hold(written=False) and all([slot.is_called() for ref in self._slots if (slot := ref())])
 
     def _hold(self, *, written: bool) -> bool:
-        entries = [ref() for ref in self._entries]
-        as_asked = [entry is not None and entry.written is written for entry in entries]
-        return all(as_asked) and self._now(entries) == self._addresses
+        slots = [ref() for ref in self._slots]
+        as_asked = [slot is not None and slot.written is written for slot in slots]
+        return all(as_asked) and self._now(slots) == self._addresses
 
-    def has(self, entry: Entry) -> bool:
-        return any([ref() is entry for ref in self._entries])
+    def has(self, slot: WeightSlot) -> bool:
+        return any([ref() is slot for ref in self._slots])
 
     def prepare(self) -> None:
         """Save all weights on their supports, before they are written anew."""
-        for ref in self._entries:
-            entry = ref()
-            if entry is not None:
-                entry.prepare()
+        for ref in self._slots:
+            slot = ref()
+            if slot is not None:
+                slot.prepare()
 
     def restore(self) -> None:
         """Put the bits of all weights back."""
         if self._write is not None:
             write_kernels.restore_supports(self._write)
-        for ref in self._entries:
-            entry = ref()
-            if entry is not None:
-                entry.written = entry.fresh = False
+        for ref in self._slots:
+            slot = ref()
+            if slot is not None:
+                slot.written = slot.fresh = False
 
     def run(self, *, fresh: bool = False) -> None:
         """Write and copy anew."""
@@ -333,8 +333,8 @@ class _Tables:
             write_kernels.write_supports(self._write)
         if self._pack is not None:
             write_kernels.pack_factors(self._pack)
-        for ref in self._entries:
-            entry = ref()
-            if entry is not None:
-                entry.note_written()
-                entry.fresh = fresh
+        for ref in self._slots:
+            slot = ref()
+            if slot is not None:
+                slot.note_written()
+                slot.fresh = fresh

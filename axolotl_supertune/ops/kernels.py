@@ -26,7 +26,7 @@ _LEVELS = 65536
 MAX_PARTS = 3
 
 
-class Plan(NamedTuple):
+class SamplingPlan(NamedTuple):
     """How the sampled product walks over one support: chunks of a few entries that share an output feature (`by_row`)
     or an input feature.
 
@@ -42,8 +42,8 @@ class Plan(NamedTuple):
     shape: tuple[int, int]
 
 
-def make_plan(indices: Tensor, shape: tuple[int, int]) -> Plan:
-    """Plan for a support of a (c, b) layer; synchronises with the device once, at start.
+def make_sampling_plan(indices: Tensor, shape: tuple[int, int]) -> SamplingPlan:
+    """SamplingPlan for a support of a (c, b) layer; synchronises with the device once, at start.
 
     The smaller operand is gathered, the larger one streamed: what is gathered then fits the L2 cache.
     """
@@ -66,10 +66,12 @@ def make_plan(indices: Tensor, shape: tuple[int, int]) -> Plan:
         torch.arange(owner.numel(), device=flat.device) - first[owner]
     ) * ENTRIES_PER_CHUNK
     start = torch.cat([start, torch.tensor([flat.numel()], device=flat.device)])
-    return Plan(indices, None if order is None else order.int(), owner.int(), start.int(), by_row=by_row, shape=(c, b))
+    return SamplingPlan(
+        indices, None if order is None else order.int(), owner.int(), start.int(), by_row=by_row, shape=(c, b)
+    )
 
 
-def few_columns(plans: Sequence[Plan]) -> tuple[Tensor | None, list[Plan]]:
+def few_columns(plans: Sequence[SamplingPlan]) -> tuple[Tensor | None, list[SamplingPlan]]:
     """The input features (n,) that supports of one input touch, and the plans over those alone; all if that saves less
     than half: then None and the plans themselves."""
     width = plans[0].shape[1]
@@ -83,7 +85,7 @@ def few_columns(plans: Sequence[Plan]) -> tuple[Tensor | None, list[Plan]]:
     for plan in plans:
         flat = plan.indices.long()
         indices = (flat // width * count + place[flat % width]).to(plan.indices.dtype)
-        compact.append(make_plan(indices, (plan.shape[0], count)))
+        compact.append(make_sampling_plan(indices, (plan.shape[0], count)))
     return columns, compact
 
 
@@ -121,7 +123,7 @@ class Transpose:
 class SampledProducts:
     """dU[e] = Σ_t dy[t, i]·x[t, j] for every entry e = (i, j) of one to three supports: M ⊙ (dyᵀx), never dense."""
 
-    def __init__(self, plans: Sequence[Plan], dtype: torch.dtype) -> None:
+    def __init__(self, plans: Sequence[SamplingPlan], dtype: torch.dtype) -> None:
         self.plans = list(plans)
         device = plans[0].indices.device
         self._results = [_like_nothing((plan.indices.numel(),), torch.float32, device) for plan in plans]

@@ -78,7 +78,7 @@ class SampledGradient:
         from . import kernels
 
         out_features, in_features = shape
-        self._plan, self._widths = kernels.make_plan(indices, shape), [in_features, out_features]
+        self._plan, self._widths = kernels.make_sampling_plan(indices, shape), [in_features, out_features]
         self._kernels: dict[torch.dtype, Any] = {}
 
     def _of(self, dtype: torch.dtype) -> Any:
@@ -102,7 +102,7 @@ class SampledGradient:
         return out
 
 
-def transient_linear(
+def recomputed_weight_linear(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None = None,
@@ -111,7 +111,7 @@ def transient_linear(
     gradients: Sequence[SupportGradient] = (),
     *,
     compute: torch.dtype | None = None,
-    fresh: bool = False,
+    in_place: bool = False,
 ) -> Tensor:
     """x·Ŵᵀ + bias with Ŵ = W + Σ M⊙U + Σ γ·L·R, as `sparse_linear`, for a W that is not kept.
 
@@ -126,33 +126,33 @@ def transient_linear(
             support.
         compute: the dtype of the products with W, where the layer has one of its own; the result is then in the dtype
             of x. By default both are autocast's dtype, or that of W.
-        fresh: what `weight` returns is contiguous and nobody else's: M⊙U is added in it and not in a copy.
+        in_place: what `weight` returns is contiguous and nobody else's: M⊙U is added in it and not in a copy.
 
     Returns:
         (..., c).
     """
     tensors = [tensor for part in sparse for tensor in part] + [tensor for part in low_rank for tensor in part[:2]]
     settings = [(part.scaling, part.dropout) for part in low_rank]
-    return _TransientLinear.apply(x, bias, _How(weight, fresh, tuple(gradients), compute, settings), *tensors)
+    return _RecomputedWeightLinear.apply(x, bias, _How(weight, in_place, tuple(gradients), compute, settings), *tensors)
 
 
 class _How(NamedTuple):
     """What of a call is no tensor."""
 
     weight: Weight
-    fresh: bool
+    in_place: bool
     gradients: tuple[SupportGradient, ...]
     compute: torch.dtype | None
     settings: list[tuple[float, float]]
 
     def effective(self, sparse: Sequence[Sparse]) -> Tensor:
         weight = self.weight()
-        if self.fresh and len(sparse) == 1:
+        if self.in_place and len(sparse) == 1:
             return add_sparse_(weight, sparse[0])
         return effective_weight(weight, sparse)
 
 
-class _TransientLinear(torch.autograd.Function):
+class _RecomputedWeightLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, how: _How, *tensors: Tensor) -> Tensor:
         sparse, low_rank = split_parts(len(how.gradients), how.settings, tensors)

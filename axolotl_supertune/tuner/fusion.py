@@ -30,12 +30,12 @@ def share_work(model: nn.Module) -> None:
     """Write all adapted layers of `model` together, group siblings, and fuse gated MLPs that are adapted throughout."""
     if requested() == "reference" or importlib.util.find_spec("triton") is None:
         return
-    from ..ops.inplace_weight import Sweep
+    from ..ops.inplace_weight import BatchedWriter
 
     layers = [module for module in model.modules() if isinstance(module, SupraLinear)]
-    sweep = next((layer.sweep for layer in layers if layer.sweep is not None), None) or Sweep()
+    writer = next((layer.writer for layer in layers if layer.writer is not None), None) or BatchedWriter()
     for layer in layers:
-        layer.sweep = sweep
+        layer.writer = writer
         if layer.number < 0:
             layer.number = number_of(layer)
     for parent in model.modules():
@@ -92,8 +92,8 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     mlp = one.result if one is not None and one.is_valid(x) else _fitting_mlp(self, [gate, up, down], x)
     if mlp is None or has_hooks(gate) or has_hooks(up) or has_hooks(down):
         return type(self).forward(self, x)
-    if mlp.stays:
-        gate.sweep.refresh(*mlp.entries)
+    if mlp.persistent:
+        gate.writer.refresh(*mlp.slots)
     return mlp(x)
 
 
@@ -105,14 +105,14 @@ def _fitting_mlp(parent: Any, members: list[Any], x: Tensor) -> "GatedMLP | None
     layers = [member.cached_layer(x) for member in members]  # the inner activation is as x is, but for its width
     if None in layers:
         return None
-    from ..ops.fused import GatedMLP, fit_together
+    from ..ops.fused import GatedMLP, can_group
 
     kept, key = members[0].guard_cache, members[0].key("mlp", x)
     one = kept.get(key)
     if one is None or not one.is_valid(x):
         mlp = None if one is None else one.result
         if mlp is None or not same_objects(mlp.layers, layers):
-            alike = fit_together(layers[:2]) and layers[0].entry.stays == layers[2].entry.stays
+            alike = can_group(layers[:2]) and layers[0].slot.persistent == layers[2].slot.persistent
             mlp = GatedMLP(*layers) if alike else None
         one = kept[key] = guard_together(parent, GATED_MLP, members, x, mlp)
     members[0].mlp_guards[parent.training] = one

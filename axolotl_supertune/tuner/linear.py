@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ..engines.sharding import gathered_weight, is_gathered, is_sharded, is_whole
 from ..method.sizes import padded_rank
 from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
-from ..ops.dispatch import requested, takes_sampled_products, tensor_obstacle
-from ..ops.recomputed_weight import BlockGradient, SampledGradient, SupportGradient, transient_linear
+from ..ops.dispatch import requested, takes_sampled_products, unsupported_tensor_reason
+from ..ops.recomputed_weight import BlockGradient, SampledGradient, SupportGradient, recomputed_weight_linear
 from ..ops.reference import check_frozen
 from .checkpoint import unpack_checked
 from .custom_op import number_of
@@ -33,10 +33,10 @@ if TYPE_CHECKING:  # Triton may be absent
     from ..ops.fused import Group
     from ..ops.fused import Layer as KernelLayer
     from ..ops.gathered_weight import Gathered
-    from ..ops.inplace_weight import Entry, Sweep
+    from ..ops.inplace_weight import BatchedWriter, WeightSlot
 
 # Attributes that hold cached results: cleared by `invalidate_caches`, left out of copies and pickles.
-_CACHES = ("_entries", "_guards", "_own_groups", "guard_cache", "mlp_guards", "_gradients")
+_CACHES = ("_slots", "_guards", "_own_groups", "guard_cache", "mlp_guards", "_gradients")
 
 
 class InputGroup(Protocol):
@@ -71,7 +71,7 @@ class SupraLinear(nn.Module, SupraLayer):
         # Adapter name → its support, and what computes dU on that support for a recomputed weight.
         self._gradients: dict[str, tuple[Tensor, SupportGradient]] = {}
         # (active adapters, dtype) → what is written into the base weight; at most one is written at a time.
-        self._entries: dict[Any, Entry] = {}
+        self._slots: dict[Any, WeightSlot] = {}
         # Kernel dispatch of the active adapters, by training mode: the dropouts differ.
         self._guards: dict[bool, Guard] = {}
         self._own_groups: dict[tuple[bool, bool], Group] = {}
@@ -79,7 +79,7 @@ class SupraLinear(nn.Module, SupraLayer):
         # `SharedInput` or a fused MLP also holds those of the whole group.
         self.guard_cache: dict[Any, Any] = {}
         # Shared by all layers of a model, which it writes together in a few launches.
-        self.sweep: Sweep | None = None
+        self.writer: BatchedWriter | None = None
         self.shared_input: InputGroup | None = None
         self.shared_place = 0
         # Dispatch of the fused MLP of which this layer is the gate, by training mode.
@@ -133,11 +133,11 @@ class SupraLinear(nn.Module, SupraLayer):
         if not is_sharded(base):
             return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
         check_frozen(base.weight)
-        return self.transient(x, partial(gathered_weight, base, self.supra_layer), sparse, low_rank)
+        return self.with_recomputed_weight(x, partial(gathered_weight, base, self.supra_layer), sparse, low_rank)
 
     # A graph break for the compiler, which can trace neither the function that makes the weight nor per-layer caches.
     @torch.compiler.disable
-    def transient(
+    def with_recomputed_weight(
         self, x: Tensor, weight: Callable[[], Tensor], sparse: list[Sparse], low_rank: list[LowRank], **how: Any
     ) -> Tensor:
         """y of these parts of the active adapters with a weight that is formed anew in forward and in backward.
@@ -146,12 +146,12 @@ class SupraLinear(nn.Module, SupraLayer):
             x: (..., b).
             weight: returns the base weight (c, b).
             sparse, low_rank: the parts.
-            how: further arguments of `transient_linear`.
+            how: further arguments of `recomputed_weight_linear`.
         """
         active: Any = self.active_adapters
         names = [name for name in active if name in self.supra_values]
         gradients = [partial(self._support_gradient, name, self.supra_indices[name]) for name in names]
-        return transient_linear(x, weight, self.base_layer.bias, sparse, low_rank, gradients, **how)
+        return recomputed_weight_linear(x, weight, self.base_layer.bias, sparse, low_rank, gradients, **how)
 
     def _support_gradient(self, adapter_name: str, indices: Tensor, x: Tensor, dy: Tensor) -> Tensor:
         """dU (s,): the entries of dyᵀ·x on the support."""
@@ -170,9 +170,9 @@ class SupraLinear(nn.Module, SupraLayer):
         settings call for the reference.
         """
         layer = self.cached_layer(x)
-        if layer is not None and layer.entry.stays:
-            assert self.sweep is not None
-            self.sweep.refresh(layer.entry)  # type: ignore[arg-type] # one that stays is an Entry
+        if layer is not None and layer.slot.persistent:
+            assert self.writer is not None
+            self.writer.refresh(layer.slot)  # type: ignore[arg-type] # a persistent one is a WeightSlot
         return layer
 
     def cached_layer(self, x: Tensor) -> "KernelLayer | None":
@@ -244,7 +244,7 @@ class SupraLinear(nn.Module, SupraLayer):
             return False
         weight = self.base_layer.weight
         parts = self.sparse_parts(names), self.low_rank_parts(names)
-        if tensor_obstacle(x, weight, *parts) is not None:
+        if unsupported_tensor_reason(x, weight, *parts) is not None:
             return False
         return x.device.type == "cuda" or requested() == "triton"
 
@@ -272,41 +272,41 @@ class SupraLinear(nn.Module, SupraLayer):
         dtype = compute_dtype(x, base.weight)
         dropout = low_rank[0].dropout if low_rank else 0.0
         if not sharded:
-            return Layer(self._written_entry(names, sparse, low_rank, dtype), base.bias, dropout)
-        from ..ops.gathered_weight import GatheredEntry
+            return Layer(self._written_slot(names, sparse, low_rank, dtype), base.bias, dropout)
+        from ..ops.gathered_weight import GatheredSlot
 
         indices = sparse[0].indices if sparse else None
         scaling = low_rank[0].scaling if low_rank else 1.0
-        return Layer(GatheredEntry(partial(self._gathered, tuple(names)), indices, scaling, dtype), base.bias, dropout)
+        return Layer(GatheredSlot(partial(self._gathered, tuple(names)), indices, scaling, dtype), base.bias, dropout)
 
     def _check_written_before_sharding(self) -> None:
         """Refuse a layer that was sharded with U in its weight: the shards cannot be restored."""
-        if any(entry.written for entry in self._entries.values()):
+        if any(slot.written for slot in self._slots.values()):
             raise RuntimeError(
                 f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
                 "weights, and the shards hold them now. Call model.state_dict() before fully_shard, or "
                 "deepspeed.initialize: it puts the weights back."
             )
 
-    def _written_entry(
+    def _written_slot(
         self, names: Sequence[str], sparse: list[Sparse], low_rank: list[LowRank], dtype: torch.dtype
-    ) -> "Entry":
+    ) -> "WeightSlot":
         """What is written into the base weight for these adapters; made anew where one of its tensors was replaced."""
-        from ..ops.inplace_weight import Entry, Sweep
+        from ..ops.inplace_weight import BatchedWriter, WeightSlot
 
         values, indices = sparse[0] if sparse else (None, None)
         L, R, scaling = low_rank[0][:3] if low_rank else (None, None, 1.0)
         operands = (self.base_layer.weight, values, indices, L, R, scaling, dtype)
-        if self.sweep is None:
-            self.sweep = Sweep()
-        entry = self._entries.get((*names, dtype))
-        if entry is None or not entry.is_of(*operands):
+        if self.writer is None:
+            self.writer = BatchedWriter()
+        slot = self._slots.get((*names, dtype))
+        if slot is None or not slot.is_of(*operands):
             self.restore()
-            if entry is not None:
-                self.sweep.drop(entry)
-            entry = self._entries[*names, dtype] = self.sweep.add(Entry(*operands))
-            entry.is_called = self._is_at_home
-        return entry
+            if slot is not None:
+                self.writer.drop(slot)
+            slot = self._slots[*names, dtype] = self.writer.add(WeightSlot(*operands))
+            slot.is_called = self._is_at_home
+        return slot
 
     def _is_at_home(self) -> bool:
         """Whether the layer is still where `fusion.share_work` found it in its parent."""
@@ -323,21 +323,21 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def get_base_layer(self) -> Any:
         """The base layer with its own weight, which no other layer's forward writes to until this layer's has run."""
-        if self.sweep is not None:
-            self.sweep.forget()
+        if self.writer is not None:
+            self.writer.forget()
         return super().get_base_layer()
 
     def restore(self) -> None:
-        for entry in self._entries.values():
-            if entry.written:
-                entry.restore()
-        if self.sweep is not None:
-            self.sweep.restore_others(self.base_layer.weight)
+        for slot in self._slots.values():
+            if slot.written:
+                slot.restore()
+        if self.writer is not None:
+            self.writer.restore_others(self.base_layer.weight)
 
     def invalidate_caches(self) -> None:
         self.restore()
-        if self.sweep is not None:
-            self.sweep.drop(*self._entries.values())
+        if self.writer is not None:
+            self.writer.drop(*self._slots.values())
         if self.shared_input is not None:
             self.shared_input.invalidate_caches()
         for cache in _CACHES:

@@ -142,10 +142,10 @@ class SupraModel(BaseTuner):
         super().disable_adapter_layers()
 
     def _restore(self) -> None:
-        sweeps = {id(each.sweep): each.sweep for each in self._adapted_layers() if isinstance(each, SupraLinear)}
-        for sweep in sweeps.values():
-            if sweep is not None:
-                sweep.restore()
+        writers = {id(each.writer): each.writer for each in self._adapted_layers() if isinstance(each, SupraLinear)}
+        for writer in writers.values():
+            if writer is not None:
+                writer.restore()
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge in place, as PEFT does, after a look at all layers: no error leaves a half-merged model."""

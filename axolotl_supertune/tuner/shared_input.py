@@ -57,8 +57,8 @@ class SharedInput:
         group = known.result if known is not None and known.is_valid(x) else self._fitting_group(x)
         if group is None:
             return None
-        if group.stays:
-            layer.sweep.refresh(*group.entries)  # type: ignore[union-attr] # share_work gave it one
+        if group.persistent:
+            layer.writer.refresh(*group.slots)  # type: ignore[union-attr] # share_work gave it one
         y, *others = group(x)
         self._computed_by, self._kind = group, x.device.type
         self._x, self._key, self._outputs = x, _key(x, self._kind), dict(enumerate(others, start=1))
@@ -70,7 +70,7 @@ class SharedInput:
         if known is None or group is None or known.result is not group:
             return False
         # What is written into a weight that stays is taken out by whoever switches adapters; nothing tells of others.
-        return group.entries[at].is_unchanged() and (group.stays or known.is_valid(self._x))  # type: ignore[arg-type]
+        return group.slots[at].is_unchanged() and (group.persistent or known.is_valid(self._x))  # type: ignore[arg-type]
 
     def _fitting_group(self, x: Tensor) -> "Group | None":
         if not same_objects([self._parent._modules.get(name) for name in self._names], self._members):
@@ -97,7 +97,7 @@ class SharedInput:
 
             group = known.result if known is not None and same_objects(known.result.layers, layers) else None
             if group is None:
-                if not fused.fit_together(layers):
+                if not fused.can_group(layers):
                     self.dissolve()
                     return None
                 group = fused.Group(layers)

@@ -168,7 +168,7 @@ def keeps_no_weight(rank, folder, settings):
         kinds = computed_by(layers)
         weights = {name: whole(layer.base_layer.weight) for name, layer in layers.items()}
         changed = [name for name, weight in weights.items() if not torch.equal(weight, before[name])]
-        return found, saved, kinds, changed + [name for name, layer in layers.items() if layer._entries]
+        return found, saved, kinds, changed + [name for name, layer in layers.items() if layer._slots]
 
     outcomes = [setting(**each) for each in settings]
     os.environ["SUPERTUNE_KERNELS"] = "reference"
@@ -211,7 +211,7 @@ def test_gradients_are_the_dense_ones_and_no_weight_is_saved_for_them(run, monke
                 assert found[name].dtype == dtype
                 assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), (setting, name)
             assert saved == written == [], setting
-            assert kinds == {"GatheredEntry" if kernels == "triton" else "BlockGradient"}
+            assert kinds == {"GatheredSlot" if kernels == "triton" else "BlockGradient"}
         assert len(saved_by_reference) == 14
 
 

@@ -49,8 +49,8 @@ def test_what_the_kernels_write_into_a_gathered_weight_does_not_stay(layer, mark
     pytest.importorskip("triton")
     monkeypatch.setattr(linear, "takes_kernels", lambda *args, **kwargs: True)
     mark(layer)
-    assert not layer.cached_layer(torch.zeros(1, 64)).entry.stays
-    assert not layer._entries
+    assert not layer.cached_layer(torch.zeros(1, 64)).slot.persistent
+    assert not layer._slots
     assert not layer._is_compilable(torch.zeros(1, 64))
 
 
@@ -85,11 +85,11 @@ def test_what_computes_the_gradient_is_made_once_for_a_support_and_not_copied(la
 
 
 def test_sharding_written_weights_is_refused(layer, mark):
-    layer._entries["default"] = SimpleNamespace(written=True, restore=lambda: None)
+    layer._slots["default"] = SimpleNamespace(written=True, restore=lambda: None)
     mark(layer)
     with pytest.raises(RuntimeError, match=r"up_proj: the model was sharded while .*state_dict\(\) before fully_shard"):
         layer(torch.zeros(1, 64))
-    layer._entries.clear()
+    layer._slots.clear()
     assert layer(torch.zeros(1, 64)).shape == (1, 96)
 
 

@@ -166,7 +166,7 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
                 assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), (setting, name)
             assert saved == changed == kept == [], setting
             sparse = {"BlockGradient"} if setting.get("supra_lambda") != 1 else set()
-            assert kinds == ({"GatheredEntry"} if kernels == "triton" else sparse)
+            assert kinds == ({"GatheredSlot"} if kernels == "triton" else sparse)
 
 
 def test_what_is_gathered_at_once_has_an_input_that_needs_a_gradient():

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.method.cuda_memory import PeakMemory
 from axolotl_supertune.ops import effective_weight
-from axolotl_supertune.ops.gathered_weight import GatheredEntry
+from axolotl_supertune.ops.gathered_weight import GatheredSlot
 
 C, B, TOKENS = 4096, 2048, 512
 MIB = 2**20
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_dense_weight(make, supra_lambda, reshard):
     y = block(x)
     assert type(layer.base_layer.weight).__name__ == ("DTensor" if reshard else "Parameter")
     y.backward(dy)
-    assert type(layer._guards[True].found.entry) is GatheredEntry
+    assert type(layer._guards[True].result.slot) is GatheredSlot
     assert not layer._gradients
     assert torch.equal(whole(layer.base_layer.weight), weight), "nothing is left in it"
 

@@ -227,13 +227,13 @@ def test_indices_and_addresses_beyond_31_bits():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_entry_writes_what_a_merge_would_and_restores_the_very_bits(dtype):
     case = make_case(512, 384, "sl", count=5000, dtype=dtype, device="cuda")
-    entry = kernel_layer(case).entry
-    assert torch.equal(entry.weight, effective_weight(case.weight, case.sparse()))
-    assert torch.equal(entry.packed[1][:3], case.R.to(dtype))
-    assert torch.equal(entry.packed[0][:3], (case.L.t() * case.scaling).to(dtype))
-    assert not entry.packed[1][3:].any()
-    entry.restore()
-    assert torch.equal(entry.weight, case.weight)
+    slot = kernel_layer(case).slot
+    assert torch.equal(slot.weight, effective_weight(case.weight, case.sparse()))
+    assert torch.equal(slot.packed[1][:3], case.R.to(dtype))
+    assert torch.equal(slot.packed[0][:3], (case.L.t() * case.scaling).to(dtype))
+    assert not slot.packed[1][3:].any()
+    slot.restore()
+    assert torch.equal(slot.weight, case.weight)
 
 
 # Whole models
@@ -296,7 +296,7 @@ def gpu_ids(ids):
 def test_model_equals_the_reference_path(make, gpu_ids, monkeypatch, supra_lambda):
     model = make(torch.float32, supra_lambda=supra_lambda)
     found = step(model, gpu_ids)
-    assert all(layer._entries for layer in supra_layers(model).values())
+    assert all(layer._slots for layer in supra_layers(model).values())
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     twin = make(torch.float32, supra_lambda=supra_lambda)
     assert_close(found, step(twin, gpu_ids), 1e-4)
@@ -385,7 +385,7 @@ def test_copies_of_a_model_that_ran(forward_before):
 
 
 def test_a_cuda_layer_on_the_reference_path_is_named_once(make, gpu_ids, monkeypatch):
-    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     model = make(torch.float64)
     with pytest.warns(UserWarning, match=r"computed by the slower reference path: .*float64"):
         model(gpu_ids)

@@ -5,32 +5,32 @@ import torch
 import torch.nn.functional as F
 
 from axolotl_supertune.ops.fused import GatedMLP, Group, Layer, gated_mlp, linear_group
-from axolotl_supertune.ops.inplace_weight import Entry, Sweep
-from axolotl_supertune.ops.kernels import few_columns, make_plan
+from axolotl_supertune.ops.inplace_weight import BatchedWriter, WeightSlot
+from axolotl_supertune.ops.kernels import few_columns, make_sampling_plan
 
 
-def make_entry(c, b, columns, seed):
+def make_slot(c, b, columns, seed):
     random = torch.Generator().manual_seed(seed)
     rows = torch.randint(c, (25,), generator=random)
     places = torch.tensor(columns)[torch.randint(len(columns), (25,), generator=random)]
     indices = (rows * b + places).unique().int()
     weight = torch.randn(c, b, generator=random) * b**-0.5
     values = torch.randn(len(indices), generator=random).requires_grad_()
-    entry = Entry(weight, values, indices, None, None, 1.0, torch.float32)
-    sweep = Sweep()
-    sweep.add(entry)
-    sweep.refresh(entry)
-    return entry
+    slot = WeightSlot(weight, values, indices, None, None, 1.0, torch.float32)
+    writer = BatchedWriter()
+    writer.add(slot)
+    writer.refresh(slot)
+    return slot
 
 
-def on_support(gradient, entry):
-    return gradient.flatten()[entry.indices.long()]
+def on_support(gradient, slot):
+    return gradient.flatten()[slot.indices.long()]
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_group_keeps_the_columns_of_all_its_supports(tokens):
-    entries = [make_entry(c, 40, columns, c) for c, columns in ((48, [3, 7]), (16, [7, 39]), (70, [0, 3]))]
-    group = Group([Layer(entry) for entry in entries])
+    slots = [make_slot(c, 40, columns, c) for c, columns in ((48, [3, 7]), (16, [7, 39]), (70, [0, 3]))]
+    group = Group([Layer(slot) for slot in slots])
     assert group.sampling.columns.tolist() == [0, 3, 7, 39]
     x = torch.randn(2, tokens, 40, requires_grad=True)
     outputs = linear_group(x, group)
@@ -40,15 +40,15 @@ def test_a_group_keeps_the_columns_of_all_its_supports(tokens):
     torch.autograd.backward(outputs, gradients)
 
     plain = x.detach().clone().requires_grad_()
-    for entry, dy in zip(entries, gradients, strict=True):
-        weight = entry.weight.clone().requires_grad_()
+    for slot, dy in zip(slots, gradients, strict=True):
+        weight = slot.weight.clone().requires_grad_()
         F.linear(plain, weight).backward(dy)
-        torch.testing.assert_close(entry.values.grad, on_support(weight.grad, entry))
+        torch.testing.assert_close(slot.values.grad, on_support(weight.grad, slot))
     torch.testing.assert_close(x.grad, plain.grad)
 
 
 def test_a_gated_mlp_with_few_columns():
-    gate, up, down = make_entry(32, 40, [1, 2], 0), make_entry(32, 40, [2, 9], 1), make_entry(40, 32, [0, 5], 2)
+    gate, up, down = make_slot(32, 40, [1, 2], 0), make_slot(32, 40, [2, 9], 1), make_slot(40, 32, [0, 5], 2)
     mlp = GatedMLP(Layer(gate), Layer(up), Layer(down))
     assert mlp.gate_up.sampling.columns.tolist() == [1, 2, 9]
     x = torch.randn(2, 9, 40, requires_grad=True)
@@ -57,17 +57,17 @@ def test_a_gated_mlp_with_few_columns():
     y.backward(dy)
 
     plain = x.detach().clone().requires_grad_()
-    weights = [entry.weight.clone().requires_grad_() for entry in (gate, up, down)]
+    weights = [slot.weight.clone().requires_grad_() for slot in (gate, up, down)]
     expected = F.linear(F.silu(F.linear(plain, weights[0])) * F.linear(plain, weights[1]), weights[2])
     expected.backward(dy)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(x.grad, plain.grad)
-    for entry, weight in zip((gate, up, down), weights, strict=True):
-        torch.testing.assert_close(entry.values.grad, on_support(weight.grad, entry), rtol=1e-4, atol=1e-5)
+    for slot, weight in zip((gate, up, down), weights, strict=True):
+        torch.testing.assert_close(slot.values.grad, on_support(weight.grad, slot), rtol=1e-4, atol=1e-5)
 
 
 def test_a_spread_support_keeps_the_input():
-    plan = make_plan(torch.arange(0, 400, 7).int(), (20, 20))
+    plan = make_sampling_plan(torch.arange(0, 400, 7).int(), (20, 20))
     columns, plans = few_columns([plan])
     assert columns is None
     assert plans == [plan]

@@ -20,7 +20,7 @@ from kernel_cases import (
 from axolotl_supertune.method import sizes
 from axolotl_supertune.ops import effective_weight, fused, kernels, sparse_linear
 from axolotl_supertune.ops.fused import GatedMLP, Group, gated_mlp, linear_group
-from axolotl_supertune.ops.inplace_weight import Entry, Sweep
+from axolotl_supertune.ops.inplace_weight import BatchedWriter, WeightSlot
 
 B = 10
 # Output sizes on both sides of B: the sampled product is taken by row and by column.
@@ -217,7 +217,7 @@ def test_16_bit_trained_values_get_16_bit_gradients():
 
 
 def test_layers_that_do_not_fit_together():
-    fits = lambda *layers: fused.fit_together(layers)  # noqa: E731
+    fits = lambda *layers: fused.can_group(layers)  # noqa: E731
     plain, ranked = kernel_layer(make_case(7, B, "s")), kernel_layer(make_case(7, B, "sl", rank=3))
     assert fits(plain, ranked)
     assert fits(ranked, kernel_layer(make_case(7, B, "sl", rank=16)))
@@ -410,99 +410,99 @@ def test_the_same_step_gives_the_same_bits(run):
 # What is written into the weight
 
 
-def in_place(case, sweep=None, dtype=None):
-    layer = kernel_layer(case, sweep=sweep, dtype=dtype)
-    return layer.entry
+def in_place(case, writer=None, dtype=None):
+    layer = kernel_layer(case, writer=writer, dtype=dtype)
+    return layer.slot
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["spread", "full row", "two columns", "empty"])
 def test_entry_writes_what_a_merge_would_and_restores_the_very_bits(kind, dtype):
     case = make_case(7, B, "sl", kind=kind, count=8, dtype=dtype)
-    entry = in_place(case)
-    assert torch.equal(entry.weight, effective_weight(case.weight, case.sparse()))
+    slot = in_place(case)
+    assert torch.equal(slot.weight, effective_weight(case.weight, case.sparse()))
     for _ in range(2):
-        entry.restore()
-        assert torch.equal(entry.weight, case.weight)
-    entry.ensure()
-    assert torch.equal(entry.weight, effective_weight(case.weight, case.sparse()))
+        slot.restore()
+        assert torch.equal(slot.weight, case.weight)
+    slot.ensure()
+    assert torch.equal(slot.weight, effective_weight(case.weight, case.sparse()))
 
 
 def test_entry_restores_bits_that_no_subtraction_would_give():
     """W + U where W is lost in the sum: what was there is kept, not computed."""
     weight = torch.tensor([[1e-8, 1.0], [-0.0, 3.0]])
     values, indices = torch.full((3,), 1e8), torch.tensor([0, 1, 2], dtype=torch.int32)
-    entry = Entry(weight.clone(), values, indices, None, None, 1.0, torch.float32)
-    Sweep().refresh(entry)
-    assert entry.weight[0, 1] == 1e8
-    entry.restore()
-    assert torch.equal(entry.weight, weight)
-    assert torch.equal(entry.weight.signbit(), weight.signbit())
+    slot = WeightSlot(weight.clone(), values, indices, None, None, 1.0, torch.float32)
+    BatchedWriter().refresh(slot)
+    assert slot.weight[0, 1] == 1e8
+    slot.restore()
+    assert torch.equal(slot.weight, weight)
+    assert torch.equal(slot.weight.signbit(), weight.signbit())
 
 
 def test_sweep_sees_values_changed_behind_the_version_counters():
-    sweep = Sweep()
+    writer = BatchedWriter()
     cases = [make_case(7, B, "sl", seed=at, count=6) for at in range(3)]
-    entries = [in_place(case, sweep) for case in cases]
+    slots = [in_place(case, writer) for case in cases]
     for step in range(2):
         for case in cases:
             for leaf in case.trained().values():
                 leaf.data.add_(0.1)
-        for case, entry in zip(cases, entries, strict=True):
-            sweep.refresh(entry)
-            assert torch.equal(entry.weight, effective_weight(case.weight, case.sparse())), step
+        for case, slot in zip(cases, slots, strict=True):
+            writer.refresh(slot)
+            assert torch.equal(slot.weight, effective_weight(case.weight, case.sparse())), step
             rank = case.R.shape[0]
-            assert torch.equal(entry.packed[1][:rank], case.R)
-            assert torch.equal(entry.packed[0][:rank], case.L.t() * case.scaling)
+            assert torch.equal(slot.packed[1][:rank], case.R)
+            assert torch.equal(slot.packed[0][:rank], case.L.t() * case.scaling)
 
 
 def test_sweep_writes_layers_of_different_kinds():
-    sweep = Sweep()
+    writer = BatchedWriter()
     cases = [
         make_case(7, B, "s", count=6),
         make_case(12, B, "l", seed=1),
         make_case(7, B, "sl", seed=2, count=6, dtype=torch.float16),
         make_case(7, B, "sl", seed=3, rank=17, count=6),
     ]
-    entries = [in_place(case, sweep) for case in cases]
+    slots = [in_place(case, writer) for case in cases]
     for case in cases:
         for leaf in case.trained().values():
             leaf.data.mul_(2)
-    for case, entry in zip(cases, entries, strict=True):
-        sweep.refresh(entry)
-        assert torch.equal(entry.weight, effective_weight(case.weight, case.sparse()))
+    for case, slot in zip(cases, slots, strict=True):
+        writer.refresh(slot)
+        assert torch.equal(slot.weight, effective_weight(case.weight, case.sparse()))
 
 
 def test_an_entry_that_is_gone_is_not_written_again():
-    sweep = Sweep()
-    keep = in_place(make_case(7, B, "s", count=6), sweep)
-    in_place(make_case(7, B, "s", seed=1, count=6), sweep)
-    sweep.refresh(keep)
-    sweep.refresh(keep)
-    assert len(sweep._entries) == 1
+    writer = BatchedWriter()
+    keep = in_place(make_case(7, B, "s", count=6), writer)
+    in_place(make_case(7, B, "s", seed=1, count=6), writer)
+    writer.refresh(keep)
+    writer.refresh(keep)
+    assert len(writer._slots) == 1
 
 
 def test_first_write_is_heard_by_whoever_kept_the_weight():
     case = make_case(7, B, "s", count=6)
     weight, x = case.weight, draw(9, B).requires_grad_()
     y = F.linear(x, weight)
-    Sweep().refresh(Entry(weight, case.values, case.indices, None, None, 1.0, torch.float32))
+    BatchedWriter().refresh(WeightSlot(weight, case.values, case.indices, None, None, 1.0, torch.float32))
     with pytest.raises(RuntimeError, match="inplace operation"):
         y.sum().backward()
 
 
 def test_a_weight_put_in_the_place_of_the_written_one_is_not_touched():
     case = make_case(7, B, "s", count=6)
-    sweep = Sweep()
-    entry = in_place(case, sweep)
+    writer = BatchedWriter()
+    slot = in_place(case, writer)
     other = draw(7, B, seed=30)
-    entry.weight.data = other.clone()
-    entry.restore()
-    assert torch.equal(entry.weight, other)
-    sweep.refresh(entry)
-    assert torch.equal(entry.weight, effective_weight(other, case.sparse()))
-    entry.restore()
-    assert torch.equal(entry.weight, other)
+    slot.weight.data = other.clone()
+    slot.restore()
+    assert torch.equal(slot.weight, other)
+    writer.refresh(slot)
+    assert torch.equal(slot.weight, effective_weight(other, case.sparse()))
+    slot.restore()
+    assert torch.equal(slot.weight, other)
 
 
 def changed(case):
@@ -522,15 +522,15 @@ def test_values_changed_before_the_backward_are_noticed():
 @pytest.mark.parametrize("between", ["restored", "another forward"])
 def test_values_changed_before_the_backward_are_noticed_whatever_else_happened(between):
     case, x = make_case(7, B, "sl", count=6), draw(9, B).requires_grad_()
-    sweep = Sweep()
-    layer = kernel_layer(case, sweep=sweep)
+    writer = BatchedWriter()
+    layer = kernel_layer(case, writer=writer)
     group = Group([layer])
     (y,) = linear_group(x, group)
     if between == "restored":
-        layer.entry.restore()
+        layer.slot.restore()
     changed(case)
     if between == "another forward":
-        sweep.refresh(layer.entry)
+        writer.refresh(layer.slot)
         linear_group(x, group)
     with pytest.raises(RuntimeError, match="call backward"):
         y.sum().backward()
@@ -540,11 +540,11 @@ def test_a_weight_restored_before_the_backward_is_written_again():
     case, x = make_case(7, B, "sl", count=6), draw(9, B).requires_grad_()
     layer = kernel_layer(case)
     outputs = linear_group(x, Group([layer]))
-    layer.entry.restore()
+    layer.slot.restore()
     found = gradients(outputs, x, [case])
     assert_close(found, reference([case], x), TOLERANCE)
-    layer.entry.restore()
-    assert torch.equal(layer.entry.weight, case.weight)
+    layer.slot.restore()
+    assert torch.equal(layer.slot.weight, case.weight)
 
 
 # What is kept for backward

@@ -77,8 +77,8 @@ def dense(monkeypatch, ids):
     return dense
 
 
-def entries(layers):
-    return [known.result.entry for layer in layers for known in layer._guards.values()]
+def slots(layers):
+    return [known.result.slot for layer in layers for known in layer._guards.values()]
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_gathered_layers_compute_as_dense_ones(
         assert found.keys() == exact.keys()
         for name, one in exact.items():
             torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-6)
-    computed = entries(layers)
+    computed = slots(layers)
     if asked == "triton":
         assert len(computed) == len(layers)
-        assert not any(entry.stays or entry.written for entry in computed)
+        assert not any(slot.persistent or slot.written for slot in computed)
         shared = [layer.shared_input is not None for layer in layers if layer.supra_layer.endswith("q_proj")]
         assert shared == [units == "blocks"] * TINY["num_hidden_layers"]
     else:
@@ -174,7 +174,7 @@ def test_adapters_take_turns_in_gathered_weights(tiny_llama, mesh, monkeypatch, 
         model.set_adapter(name, inference_mode=True)
         with torch.no_grad():
             torch.testing.assert_close(model(ids).logits, expected[name], rtol=1e-5, atol=1e-5)
-        found = entries(layers)
+        found = slots(layers)
         assert all(one is again for one, again in zip(found, made.setdefault(name, found), strict=True))
 
 
@@ -235,6 +235,6 @@ def test_layers_whose_weights_fsdp_ignores_compute_as_dense_ones(
         torch.testing.assert_close(found_loss, loss)
         for name, one in exact.items():
             torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-6)
-    assert not any(entry.stays or entry.written for entry in entries(layers))
+    assert not any(slot.persistent or slot.written for slot in slots(layers))
     for name, tensor in model.state_dict().items():
         assert torch.equal(whole(tensor), state[name]), name

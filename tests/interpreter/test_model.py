@@ -528,7 +528,7 @@ def test_the_layers_of_a_deepcopy_share_their_work_as_the_originals_do(make, ids
             if members:
                 assert len({id(member.shared_input) for member in members}) == 1
                 assert members[0].shared_input is not getattr(one, names[0]).shared_input
-    assert len({id(layer.sweep) for layer in layers(twin).values()}) == 1
+    assert len({id(layer.writer) for layer in layers(twin).values()}) == 1
     assert mlp(twin).forward.args[0] is mlp(twin)
 
 
@@ -709,7 +709,7 @@ def test_nothing_between_a_forward_and_its_backward_disturbs_either(two, ids, pl
 
 
 def test_training_and_evaluation_in_two_dtypes_leave_the_base_its_bits(make, ids, plain):
-    """Each has an entry of its own; whichever wrote last, what is saved is the base."""
+    """Each has a slot of its own; whichever wrote last, what is saved is the base."""
     model = make(supra_lambda=0)
     for training in (True, False, True, False):
         model.train(training)

@@ -13,7 +13,7 @@ from torch import nn
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.method import sizes
 from axolotl_supertune.ops import Sparse, dispatch
-from axolotl_supertune.ops.recomputed_weight import BlockGradient, SampledGradient, transient_linear
+from axolotl_supertune.ops.recomputed_weight import BlockGradient, SampledGradient, recomputed_weight_linear
 
 SHAPES = [(16, 9), (9, 16), (2, 2), (33, 70)]
 
@@ -68,7 +68,7 @@ def test_the_whole_layer_and_the_choice():
     found = []
     for kind in (SampledGradient, BlockGradient):
         gradient = kind(indices, (16, 9))
-        y = transient_linear(x, weight.clone, None, [Sparse(values, indices)], [], [gradient], fresh=True)
+        y = recomputed_weight_linear(x, weight.clone, None, [Sparse(values, indices)], [], [gradient], in_place=True)
         found.append([y, *torch.autograd.grad(y, [x, values], dy)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)

@@ -78,9 +78,9 @@ def test_a_switch_is_a_launch_each_way_and_makes_nothing_anew(used, logits, monk
 
     for name in ("write_supports", "restore_supports", "pack_factors", "write_table", "pack_table"):
         note(write_kernels, name)
-    note(kernels, "make_plan")
-    note(inplace_weight.Entry, "__init__")
-    note(inplace_weight.Entry, "_write_alone")
+    note(kernels, "make_sampling_plan")
+    note(inplace_weight.WeightSlot, "__init__")
+    note(inplace_weight.WeightSlot, "_write_single")
     for name in NAMES * 2:
         calls.clear()
         switched(used, name)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from axolotl_supertune.ops import LowRank, Sparse, dispatch, effective_weight, sparse_linear
-from axolotl_supertune.ops.recomputed_weight import BlockGradient, transient_linear
+from axolotl_supertune.ops.recomputed_weight import BlockGradient, recomputed_weight_linear
 
 SHAPES = [(1, 1), (3, 5), (7, 2), (16, 9)]
 
@@ -20,26 +20,26 @@ def blocks(sparse, weight, **options):
     return [BlockGradient(part.indices, tuple(weight.shape), **options) for part in sparse]
 
 
-def transient(x, weight, bias, sparse, low_rank, block=8, **options):
+def recomputed(x, weight, bias, sparse, low_rank, block=8, **options):
     gradients = blocks(sparse, weight, block=block)
-    return transient_linear(x, lambda: weight.clone(), bias, sparse, low_rank, gradients, **options)
+    return recomputed_weight_linear(x, lambda: weight.clone(), bias, sparse, low_rank, gradients, **options)
 
 
 def assert_same(x, weight, bias, sparse, low_rank, **options):
-    ours = outputs(lambda *a: transient(*a, **options), x, weight, bias, sparse, low_rank)
+    ours = outputs(lambda *a: recomputed(*a, **options), x, weight, bias, sparse, low_rank)
     for one, other in zip(ours, outputs(dense_linear, x, weight, bias, sparse, low_rank), strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("tokens", [(), (4,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize(("c", "b"), SHAPES)
-def test_matches_dense_autograd(c, b, tokens, fresh):
+def test_matches_dense_autograd(c, b, tokens, in_place):
     x = make_dense((*tokens, b), seed=2).requires_grad_()
     bias = make_dense((c,), seed=3).requires_grad_()
     sparse, low_rank = [make_sparse(c, b, (c * b + 1) // 2)], [make_low_rank(c, b, 3)]
-    assert_same(x, make_dense((c, b)), bias, sparse, low_rank, fresh=fresh)
+    assert_same(x, make_dense((c, b)), bias, sparse, low_rank, in_place=in_place)
 
 
 @pytest.mark.parametrize("parts", [(0, 0), (1, 0), (0, 1), (2, 0), (2, 2)], ids=str)
@@ -47,7 +47,7 @@ def test_any_number_of_parts_whose_supports_overlap(parts):
     x = make_dense((4, 9), seed=2).requires_grad_()
     sparse = [make_sparse(16, 9, 40, seed=seed) for seed in range(parts[0])]
     low_rank = [make_low_rank(16, 9, 2, seed=seed) for seed in range(parts[1])]
-    assert_same(x, make_dense((16, 9)), None, sparse, low_rank, fresh=True)
+    assert_same(x, make_dense((16, 9)), None, sparse, low_rank, in_place=True)
 
 
 @pytest.mark.parametrize("wanted", ["x", "values", "L", "R", "bias"])
@@ -67,7 +67,7 @@ def test_gradcheck():
 
     def layer(x, bias, values, L, R):
         parts = [Sparse(values, sparse[0].indices)], [low_rank[0]._replace(L=L, R=R)]
-        return transient_linear(x, lambda: weight.clone(), bias, *parts, gradients, fresh=True)
+        return recomputed_weight_linear(x, lambda: weight.clone(), bias, *parts, gradients, in_place=True)
 
     leaves = [make_dense((3, 4), seed=2), make_dense((5,), seed=3), sparse[0].values, low_rank[0].L, low_rank[0].R]
     assert torch.autograd.gradcheck(layer, [leaf.detach().clone().requires_grad_() for leaf in leaves])
@@ -91,7 +91,7 @@ def test_a_block_without_entries_is_left_out():
 def test_w_plus_u_is_rounded_once_as_the_reference_does(dtype):
     x, weight = make_dense((4, 9), seed=2).to(dtype), make_dense((16, 9)).to(dtype)
     sparse = [make_sparse(16, 9, 60, dtype=torch.float32)]
-    ours = transient(x, weight, None, sparse, [], fresh=True)
+    ours = recomputed(x, weight, None, sparse, [], in_place=True)
     assert torch.equal(ours, sparse_linear(x, weight, None, sparse))
     assert torch.equal(ours, torch.nn.functional.linear(x, effective_weight(weight, sparse)))
 
@@ -107,7 +107,7 @@ def test_16_bit_gradients_are_fp32_and_close_to_the_exact_ones(dtype):
         x, weight = leaf(make_dense((6, 9), seed=2).to(dtype), of_x), (make_dense((16, 9)) * 0.3).to(dtype).to(of_x)
         return x, weight, None, [Sparse(values, indices)], [LowRank(L, R, *rest)]
 
-    found = outputs(transient, *parts(dtype, torch.float32))
+    found = outputs(recomputed, *parts(dtype, torch.float32))
     exact = outputs(dense_linear, *parts(torch.float64, torch.float64))
     assert [each.dtype for each in found] == [dtype, torch.float32, torch.float32, torch.float32, dtype]
     for one, other in zip(found, exact, strict=True):
@@ -119,7 +119,7 @@ def test_the_result_has_the_dtype_of_x_where_the_layer_has_one_of_its_own(comput
     x, weight = make_dense((4, 9), seed=2).float().requires_grad_(), make_dense((16, 9)).bfloat16()
     if compute is None:
         x = x.detach().bfloat16().requires_grad_()
-    y = transient(x, weight, None, [make_sparse(16, 9, 60, dtype=torch.float32)], [], compute=compute)
+    y = recomputed(x, weight, None, [make_sparse(16, 9, 60, dtype=torch.float32)], [], compute=compute)
     assert y.dtype == x.dtype
     expected = x.bfloat16() @ effective_weight(weight, [make_sparse(16, 9, 60, dtype=torch.float32)]).t()
     torch.testing.assert_close(y, expected.to(x.dtype))
@@ -135,7 +135,7 @@ def test_autocast_decides_where_the_layer_does_not():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return outputs(function, x, weight, None, sparse, low_rank)
 
-    ours, reference = run(transient), run(sparse_linear)
+    ours, reference = run(recomputed), run(sparse_linear)
     assert ours[0].dtype == torch.bfloat16
     for one, other in zip(ours, reference, strict=True):
         assert relative_error(one, other) < 1e-6
@@ -145,7 +145,7 @@ def test_dropout_of_backward_is_that_of_forward():
     x = make_dense((4, 9), seed=2).requires_grad_()
     parts = x, make_dense((16, 9)), None, [make_sparse(16, 9, 40)], [make_low_rank(16, 9, 2, dropout=0.5)]
     torch.manual_seed(3)
-    ours = outputs(transient, *parts, between=lambda: torch.rand(100))
+    ours = outputs(recomputed, *parts, between=lambda: torch.rand(100))
     torch.manual_seed(3)
     for one, other in zip(ours, outputs(dense_linear, *parts), strict=True):
         torch.testing.assert_close(one, other)
@@ -156,10 +156,10 @@ def test_gradient_checkpointing_changes_nothing(reentrant):
     x = make_dense((4, 9), seed=2).requires_grad_()
     parts = x, make_dense((16, 9)), None, [make_sparse(16, 9, 40)], [make_low_rank(16, 9, 2, dropout=0.3)]
     torch.manual_seed(3)
-    plain = outputs(transient, *parts)
+    plain = outputs(recomputed, *parts)
     torch.manual_seed(3)
     values, L, R = parts[3][0].values, parts[4][0].L, parts[4][0].R
-    y = checkpoint(lambda x: transient(x, *parts[1:]), x, use_reentrant=reentrant)
+    y = checkpoint(lambda x: recomputed(x, *parts[1:]), x, use_reentrant=reentrant)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     y.backward(dy)
     for one, other in zip([y, values.grad, L.grad, R.grad, x.grad], plain, strict=True):
@@ -175,7 +175,9 @@ def test_the_weight_is_made_once_in_each_pass_and_kept_in_between_by_nobody():
         return tensor
 
     x, sparse = make_dense((4, 9), seed=2).requires_grad_(), [make_sparse(16, 9, 40)]
-    y = transient_linear(x, weight, None, sparse, [], [BlockGradient(sparse[0].indices, (16, 9))], fresh=True)
+    y = recomputed_weight_linear(
+        x, weight, None, sparse, [], [BlockGradient(sparse[0].indices, (16, 9))], in_place=True
+    )
     gc.collect()
     assert [each() for each in made] == [None]
     y.sum().backward()
@@ -203,7 +205,7 @@ def test_no_gradient_of_the_weight_is_ever_dense():
     c, b = 64, 48
     x, weight = make_dense((3, b), seed=2), make_dense((c, b))
     sparse = [make_sparse(c, b, 200)]
-    y = transient(x, weight, None, sparse, [], block=4 * b)
+    y = recomputed(x, weight, None, sparse, [], block=4 * b)
     with Largest() as found:
         y.sum().backward()
     assert 4 * b <= found.size < c * b / 4
@@ -212,11 +214,11 @@ def test_no_gradient_of_the_weight_is_ever_dense():
     assert reference.size >= c * b
 
 
-def test_without_a_fresh_weight_nothing_is_written_into_it():
+def test_a_weight_of_others_is_not_written_to():
     weight = make_dense((16, 9))
     before, sparse = weight.clone(), [make_sparse(16, 9, 40)]
     x = make_dense((4, 9), seed=2).requires_grad_()
-    transient_linear(x, lambda: weight, None, sparse, [], blocks(sparse, weight)).sum().backward()
+    recomputed_weight_linear(x, lambda: weight, None, sparse, [], blocks(sparse, weight)).sum().backward()
     assert torch.equal(weight, before)
     assert scatter(sparse[0], weight).any()
 
@@ -230,7 +232,7 @@ def test_the_reference_itself_still_matches():
 
 @pytest.fixture
 def asked(monkeypatch):
-    dispatch._device_obstacle.cache_clear()
+    dispatch._unsupported_device_reason.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def ask(kind, x=None, shape=(4, 3)):
@@ -264,5 +266,5 @@ def test_what_deepspeed_puts_in_the_place_of_linear_is_not_called(monkeypatch):
     x, weight = make_dense((4, 5), seed=1).requires_grad_(), make_dense((3, 5), seed=2)
     parts = [make_sparse(3, 5, 4, seed=3)], [make_low_rank(3, 5, 2, seed=4)]
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args, **kwargs: pytest.fail("DeepSpeed's was called"))
-    for y in (sparse_linear(x, weight, None, *parts), transient(x, weight, None, *parts)):
+    for y in (sparse_linear(x, weight, None, *parts), recomputed(x, weight, None, *parts)):
         y.sum().backward()

@@ -17,7 +17,7 @@ from axolotl_supertune.method.activation_norms import ActivationNorms, model_fin
 from axolotl_supertune.method.scores import magnitude_score, wanda_score
 from axolotl_supertune.method.support import random_support, select_support
 from axolotl_supertune.ops import merged_weight
-from axolotl_supertune.ops.dispatch import tensor_obstacle
+from axolotl_supertune.ops.dispatch import unsupported_tensor_reason
 from axolotl_supertune.tuner import SupraLinear
 from axolotl_supertune.tuner.base_model import read_parameter
 from axolotl_supertune.tuner.quantization import bnb as quantized
@@ -590,7 +590,7 @@ def test_a_merge_into_an_adapter_that_is_not_loaded_is_refused_before_anything_c
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_that_keep_w_plus_u_in_the_weight_refuse_a_quantized_one(kind):
     layer = make_layer(kind)
-    assert "no plain contiguous tensor" in tensor_obstacle(torch.zeros(2, 64), layer.weight, [], [])
+    assert "no plain contiguous tensor" in unsupported_tensor_reason(torch.zeros(2, 64), layer.weight, [], [])
     assert wrap(layer).cached_layer(torch.zeros(2, 64)) is None
 
 

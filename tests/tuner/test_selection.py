@@ -12,8 +12,8 @@ from axolotl_supertune.ops import LowRank, Sparse, compute_dtype, dispatch, take
 @pytest.fixture(autouse=True)
 def no_memory(monkeypatch):
     """No answer from another test, and no interpreter."""
-    dispatch._device_obstacle.cache_clear()
-    monkeypatch.setattr(dispatch, "_told", set())
+    dispatch._unsupported_device_reason.cache_clear()
+    monkeypatch.setattr(dispatch, "_warned", set())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("SUPERTUNE_KERNELS", raising=False)
 
@@ -134,4 +134,4 @@ def test_an_adapted_model_on_the_cpu_is_left_as_it_is(llama, ids):
         model(ids, labels=ids).loss.backward()
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     assert torch.equal(layer.base_layer.weight, before["model.layers.0.mlp.up_proj.weight"])
-    assert not layer._entries
+    assert not layer._slots

@@ -43,12 +43,12 @@ class QuantizedSupraLinear(SupraLinear):
         return None
 
     def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
-        """y with these parts, as `transient_linear`."""
+        """y with these parts, as `recomputed_weight_linear`."""
         base = self.base_layer
         # As bitsandbytes chooses it: a 4-bit layer has its own, set by bnb_4bit_compute_dtype or by its first input.
         compute = getattr(base, "compute_dtype", None) or autocast_dtype(x.device.type) or x.dtype
         weight = partial(bnb.dequantized, base, self.weight_dtype)
-        return self.transient(x, weight, sparse, low_rank, compute=compute, fresh=True)
+        return self.with_recomputed_weight(x, weight, sparse, low_rank, compute=compute, in_place=True)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
         """Refused: the merged weight would have to be quantized again.
