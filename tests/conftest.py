@@ -8,7 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import TINY, make_llama
 
 from axolotl_supertune import calibrate
 
@@ -20,24 +20,6 @@ def pytest_collection_finish():
     """Let the collections that Axolotl asks for pass over what imports made: they were half of a training's time."""
     gc.collect()
     gc.freeze()
-
-
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-
-
-def make_llama(seed=0, dtype=torch.float32, **changes):
-    torch.manual_seed(seed)
-    config = LlamaConfig(**{**TINY, **changes})
-    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 @pytest.fixture(scope="session")

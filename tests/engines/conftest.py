@@ -3,7 +3,7 @@
 import gloo
 import pytest
 import torch
-from tiny_llama import WORLD, enter
+from adapted_llama import WORLD, enter
 
 
 @pytest.fixture

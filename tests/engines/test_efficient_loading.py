@@ -5,6 +5,7 @@ import os
 import gloo
 import pytest
 import torch
+from tiny_llama import NARROW, make_llama
 
 WORLD = 2
 
@@ -12,7 +13,6 @@ WORLD = 2
 def load(rank, folder, mask_score, efficient):
     """What the plugin makes of a tiny Llama: its supports, config and calibration, and where the tensors are."""
     from axolotl.utils.dict import DictDefault
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from axolotl_supertune import SupertunePlugin
     from axolotl_supertune.plugin.plugin import _processes
@@ -20,9 +20,7 @@ def load(rank, folder, mask_score, efficient):
     from axolotl_supertune.plugin.validation import prepare
     from axolotl_supertune.tuner import SupraLayer
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model = make_llama(**NARROW, vocab_size=61).train()
     if efficient and rank != 0:
         model = model.to("meta")
     cfg = DictDefault({"adapter": "supra", "mask_score": mask_score, "output_dir": str(folder / "out"), "seed": 0})

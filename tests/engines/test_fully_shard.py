@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_llama import STEPS_OF, WORLD, adapted_layers, batch, build, computed_by, dense_computed
+from adapted_llama import STEPS_OF, WORLD, adapted_layers, batch, build, computed_by, dense_computed
 
 STEPS = 3
 

@@ -5,7 +5,8 @@ import os
 
 import pytest
 import torch
-from tiny_llama import STEPS_OF, WORLD, adapt, adapted_layers, base, batch, build, computed_by, dense_computed
+from adapted_llama import STEPS_OF, WORLD, adapt, adapted_layers, base, batch, build, computed_by, dense_computed
+from tiny_llama import NARROW, make_llama
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (the extra `deepspeed`)")
 
@@ -171,14 +172,12 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
 
 def test_what_is_gathered_at_once_has_an_input_that_needs_a_gradient():
     from deepspeed.utils import z3_leaf_module
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from axolotl_supertune.engines.zero3_base import gather_at_once
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 61}
     for transformed, marked in ((None, {1, 2, 3}), ([1, 3], {2, 3}), ([3], set())):
         knobs = {"layers_to_transform": transformed, "target_modules": ["q_proj", "down_proj"]}
-        model = adapt(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)), **knobs)
+        model = adapt(make_llama(**NARROW, num_hidden_layers=4).train(), **knobs)
         gather_at_once(model)
         blocks = model.get_base_model().model.layers
         assert {at for at, block in enumerate(blocks) if z3_leaf_module(block)} == marked

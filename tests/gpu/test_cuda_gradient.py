@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 import torch
 from peft import get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import make_llama
 
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.method.cuda_memory import PeakMemory
@@ -16,10 +16,9 @@ from axolotl_supertune.tuner.gradient import choose_supports, sparse_layers
 
 
 def llama(**changes):
-    torch.manual_seed(0)
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
-    config = LlamaConfig(vocab_size=512, num_key_value_heads=4, **{**shape, **changes})
-    return LlamaForCausalLM(config).cuda().bfloat16()
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return make_llama(vocab_size=512, **{**shape, **heads, **changes}).train().cuda().bfloat16()
 
 
 def batches(count, rows=4, length=128):

@@ -8,21 +8,20 @@ With SUPERTUNE_ONE_GPU=1 the processes share one GPU, and talk by gloo (ZeRO-3 r
 
 import json
 import os
-import runpy
 import socket
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import axolotl_runs
 import pytest
 import torch
 from packaging.version import Version
 
 PACKAGE = Path(__file__).parents[2]
-# The tiny model and its YAML.
-_fixtures = runpy.run_path(str(PACKAGE / "tests/plugin/conftest.py"))
-base, problems, settings, write = (_fixtures[name] for name in ("base", "problems", "settings", "write"))
+FIXTURES = ("base", "fresh_plugins", "problems", "session_folder", "settings", "write")
+base, fresh_plugins, problems, session_folder, settings, write = (getattr(axolotl_runs, name) for name in FIXTURES)
 
 FSDP2 = {
     "fsdp_version": 2,

@@ -10,6 +10,7 @@ os.environ.setdefault("AXOLOTL_DO_NOT_TRACK", "1")
 
 import pytest
 import yaml
+from axolotl_runs import *  # noqa: F403 (fixtures)
 from grid_cases import BASE, MAGNITUDE
 from rich.console import Console
 

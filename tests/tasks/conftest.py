@@ -1,9 +1,9 @@
 """Where the benchmark files are, and a tiny Llama with a byte-level tokenizer for the harness."""
 
 import pytest
-import torch
 from places import DATA
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_llama import NARROW, save_llama
+from transformers import LlamaForCausalLM
 
 
 @pytest.fixture(autouse=True)
@@ -17,21 +17,9 @@ def data_dir(monkeypatch):
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory):
     """A folder with a random Llama and a tokenizer."""
-    from tokenizers import ByteLevelBPETokenizer
-
     folder = tmp_path_factory.mktemp("base")
-    trained = ByteLevelBPETokenizer()
     text = ["Below is an instruction that describes a task. Answer with numbers 0 1 2 3 4 5 6 7 8 9."]
-    trained.train_from_iterator(text, vocab_size=300, special_tokens=["<pad>", "<s>", "</s>"])
-    PreTrainedTokenizerFast(
-        tokenizer_object=trained._tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=300, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0, **shape
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_llama(folder, text, 300, **NARROW, num_attention_heads=2, max_position_embeddings=2048)
     return folder
 
 

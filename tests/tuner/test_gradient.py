@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import NARROW, make_llama
 
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.method.support import select_support
@@ -13,17 +13,7 @@ IDS = torch.randint(3, 64, (4, 2, 12), generator=torch.Generator().manual_seed(1
 
 
 def llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    return make_llama(vocab_size=64, **NARROW).train()
 
 
 def adapted(score="gradient", direction="top", **changes):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import NARROW, make_llama
 
 from axolotl_supertune import SupraConfig, budget_table, calibrate
 from axolotl_supertune.method.budget import density_budgets
@@ -15,16 +15,7 @@ IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
 def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config)
+    model = make_llama(vocab_size=64, **NARROW)
     for at, layer in enumerate(model.model.layers):  # so that one has nothing small, and all that is large
         layer.mlp.up_proj.weight.data += float(at)
     return model
@@ -125,7 +116,7 @@ def test_an_adapter_of_compared_layers_loads_on_those_layers_alone(tmp_path):
 
 def test_weights_that_are_not_there_cannot_be_compared():
     with torch.device("meta"):
-        model = LlamaForCausalLM(llama().config)
+        model = make_llama(vocab_size=64, **NARROW)
     with pytest.raises(ValueError, match="budget_scope: global compares the scores of real weights"):
         get_peft_model(model, SupraConfig(mask_score="magnitude", budget_scope="global", supra_lambda=0.0, r0=4))
 

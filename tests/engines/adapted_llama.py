@@ -4,6 +4,7 @@ import traceback
 
 import torch
 import torch.nn.functional as F
+from tiny_llama import NARROW, make_llama
 
 WORLD = 2
 # What a step is made of, and the batches that its gradient is the sum of.
@@ -12,12 +13,7 @@ STEPS_OF = {"one": [0], "accumulated": [0, 1], "forwards first": [0, 1]}
 
 def base(dtype, gradient_checkpointing=False):
     """The same tiny Llama in every process."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(dtype)
+    model = make_llama(dtype=dtype, vocab_size=61, **NARROW).train()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing == "reentrant"})
         model.enable_input_require_grads()

@@ -1,6 +1,6 @@
 """Size and time of an adapter's file at the shapes of Llama-3-8B; no weight of a base is made.
 
-python tests/measure_checkpoint.py [fp32|bf16] [λ] [rounds]
+python tests/tuner/measure_checkpoint.py [fp32|bf16] [λ] [rounds]
 
 Each round saves, reads and loads once, on a model made anew; printed are the fastest, the median and the slowest of the
 rounds, in wall-clock seconds, after one round that is not counted. Give the processor to it alone for numbers to keep.
