@@ -1,1 +1,1 @@
-"""TODO-DOC method."""
+"""The method of the paper in plain torch: budgets, scores, supports and calibration."""

@@ -1,4 +1,7 @@
-"""Activation norms ‖X_j‖₂ of a model's layers: their file, and the check that they belong to the model."""
+"""Activation norms ‖X_j‖₂ per layer: the file that stores them, and the check that they belong to a model.
+
+`calibration` computes them.
+"""
 
 import hashlib
 import json
@@ -20,12 +23,12 @@ FORMAT_VERSION = 1
 _FINGERPRINT_SAMPLES = 64
 
 ReadParameter = Callable[[Tensor], tuple[Sequence[Tensor], torch.Size]]
-"""Parameter → the 1-D tensors that identify its values, and its whole shape. Sharded and quantized parameters need one
-that knows them: `tuner.base_model.read_parameter`."""
+"""Parameter → 1-D tensors that identify its values, and its unsharded shape. For sharded and quantized parameters pass
+`tuner.base_model.read_parameter`."""
 
 
 def plain_parameter(parameter: Tensor) -> tuple[Sequence[Tensor], torch.Size]:
-    """`ReadParameter` of parameters that are neither sharded nor quantized.
+    """`ReadParameter` for parameters that are neither sharded nor quantized.
 
     Raises:
         TypeError: the parameter is sharded or quantized.
@@ -40,12 +43,12 @@ def plain_parameter(parameter: Tensor) -> tuple[Sequence[Tensor], torch.Size]:
 
 @dataclass
 class ActivationNorms:
-    """‖X_j‖₂ per layer, and how they were made.
+    """‖X_j‖₂ per layer, with the identity of the model and how they were computed.
 
     Attributes:
         norms: layer name (as in `model.named_modules()`) → (in_features,) fp32 on the CPU.
         fingerprint: identifies the model's weights, see `model_fingerprint`.
-        provenance: how they were made: model, dataset, seed, samples, sequence length, tokens.
+        provenance: how they were computed: model, dataset, seed, samples, sequence length, tokens.
     """
 
     norms: dict[str, Tensor]
@@ -58,24 +61,24 @@ class ActivationNorms:
         except KeyError:
             raise ValueError(
                 f"{layer}: no activation norms for this layer; calibration covered {len(self.norms)} layers, "
-                f"{_some(self.norms)}. Calibrate again with the target modules that you train."
+                f"{listed(self.norms)}. Calibrate again with the target modules that you train."
             ) from None
 
     def check_model(
         self, model: nn.Module, source: str = "these activation norms", *, read: ReadParameter = plain_parameter
     ) -> None:
-        """Raise ValueError unless the norms were made for this model's weights.
+        """Raise ValueError unless the norms were computed on this model's weights.
 
         Args:
             model: the base model, adapted or not.
-            source: what the norms are called in the error.
-            read: how the model's parameters are read, see `ReadParameter`.
+            source: subject of the error message.
+            read: reads the model's parameters, see `ReadParameter`.
         """
         modules = dict(model.named_modules())
         missing = [layer for layer in self.norms if layer not in modules]
         if missing:
             raise ValueError(
-                f"{source} were made for another model: this one has no layer {_some(missing)} "
+                f"{source} were made for another model: this one has no layer {listed(missing)} "
                 f"(made for {self.provenance.get('model', 'an unnamed model')}). Calibrate this model."
             )
         for layer, norm in self.norms.items():
@@ -87,8 +90,8 @@ class ActivationNorms:
                 )
             if not bool(torch.isfinite(norm).all()) or bool((norm < 0).any()) or not bool(norm.any()):
                 raise ValueError(f"{source} are damaged: those of {layer} are not finite, negative or all zero.")
-        found = model_fingerprint(model, read)
-        if found is not None and found != self.fingerprint:
+        fingerprint = model_fingerprint(model, read)
+        if fingerprint is not None and fingerprint != self.fingerprint:
             raise ValueError(
                 f"{source} were made for another model: its layers have the same shapes but other weights "
                 f"(made for {self.provenance.get('model', 'an unnamed model')}; an fp16 copy is another one too). "
@@ -96,16 +99,16 @@ class ActivationNorms:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, whole or not at all."""
+        """Write one safetensors file, atomically."""
         header = {"version": FORMAT_VERSION, "fingerprint": self.fingerprint, "provenance": self.provenance}
-        # One metadata entry: safetensors writes several in no fixed order, and equal norms shall be equal files.
+        # A single metadata entry: safetensors writes several in no fixed order, but equal norms must give equal files.
         metadata = {FORMAT: json.dumps(header, sort_keys=True)}
         with whole_file(path) as temporary:
             save_file({name: norm.contiguous() for name, norm in self.norms.items()}, temporary, metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ActivationNorms":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             FileNotFoundError: no such file.
@@ -137,11 +140,11 @@ class ActivationNorms:
 
 
 def model_fingerprint(model: nn.Module, read: ReadParameter = plain_parameter) -> str | None:
-    """sha256 over every base parameter's name, shape and 64 evenly spaced entries, rounded to bf16.
+    """sha256 over the name, shape and 64 evenly spaced entries, rounded to bf16, of every base parameter.
 
-    Every parameter shapes the activations, not those of the calibrated layers alone. The rounding makes one checkpoint
-    give one fingerprint whether it was loaded in fp32 or in bf16. Adapters on the model do not count. Where
-    `read` gathers sharded parameters, one at a time, every process must call this.
+    All parameters are included, since all influence the activations. The rounding gives a checkpoint the same
+    fingerprint in fp32 and in bf16. Adapters on the model are ignored. `read` gathers sharded parameters one at a time;
+    then every process must call this.
 
     Returns:
         The hex digest, or None if a weight is on the meta device.
@@ -157,35 +160,37 @@ def model_fingerprint(model: nn.Module, read: ReadParameter = plain_parameter) -
         values, shape = read(parameter)
         for flat in values:
             step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
-            # A copy: a view would keep all of a gathered parameter.
+            # A copy: a view would keep the whole gathered parameter in memory.
             samples.append(flat[::step][:_FINGERPRINT_SAMPLES].to(torch.bfloat16, copy=True))
             labels.append(f"{plain}{tuple(shape)}")
     digest = hashlib.sha256()
-    for label, sample in zip(labels, _to_host(samples), strict=True):
+    for label, sample in zip(labels, to_cpu(samples), strict=True):
         digest.update(label.encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """1-D tensors of one dtype on the CPU, with one copy per device that they lie on."""
-    found: dict[int, Tensor] = {}
+def to_cpu(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy 1-D tensors of one dtype to the CPU, with a single transfer per device."""
+    copies: dict[int, Tensor] = {}
     for device in {vector.device for vector in vectors}:
-        here = [at for at, vector in enumerate(vectors) if vector.device == device]
-        joined = torch.cat([vectors[at] for at in here]).cpu()
-        found.update(zip(here, joined.split([vectors[at].numel() for at in here]), strict=True))
-    return [found[at] for at in range(len(vectors))]
+        indices = [index for index, vector in enumerate(vectors) if vector.device == device]
+        joined = torch.cat([vectors[index] for index in indices]).cpu()
+        copies.update(zip(indices, joined.split([vectors[index].numel() for index in indices]), strict=True))
+    return [copies[index] for index in range(len(vectors))]
 
 
 def _base(module: nn.Module) -> Any:
-    """The adapted layer itself where an adapter already wraps it."""
+    """The layer itself, without an adapter around it."""
     return getattr(module, "base_layer", module)
 
 
-def _model_name(model: nn.Module) -> str:
+def model_name(model: nn.Module) -> str:
+    """Name or path that a model was loaded from, or its class."""
     return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 
-def _some(names: Iterable[str], limit: int = 3) -> str:
-    listed = list(names)
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+def listed(names: Iterable[str], limit: int = 3) -> str:
+    """The first names, and how many more there are, for messages."""
+    every = list(names)
+    return ", ".join(every[:limit]) + (f" and {len(every) - limit} more" if len(every) > limit else "")

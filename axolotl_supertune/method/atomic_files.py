@@ -1,7 +1,8 @@
-"""Files and folders that are whole or absent: written in a folder beside their name, flushed, then renamed over it.
+"""Atomic writes: a file is written to a temporary folder beside its target, flushed to disk, then renamed over it.
 
-A process that is killed leaves its folder, `.saving.…`. The next one that writes there removes it: the folder's lock
-says whether its owner lives, on this machine or, where the file system locks across them, on another.
+A process that is killed leaves its temporary folder, `.saving.…`, behind. The next process that writes there removes
+it. A lock in the folder tells whether its owner is alive: on this machine, or on another one if the file system
+supports locks across machines.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a name on `path`'s file system; on success what is there becomes `path`, on any error it is removed."""
+    """Yield a temporary path to write to. On success it is renamed to `path`, on an error removed."""
     target = Path(path)
     with staged(target.parent) as folder:
         temporary = folder / target.name
@@ -31,9 +32,9 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the disk or its rights refuse inside into a ValueError that names the file, the reason and the remedy.
+    """Turn errors of a full disk or missing rights into a ValueError that names the file, the reason and the remedy.
 
-    `path` is the file of which the error names a temporary one, or none. Other errors of the file system pass.
+    `path` is named if the error names no file or a temporary one. Other file system errors pass through.
     """
     from safetensors import SafetensorError
 
@@ -43,34 +44,34 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else _error_number(str(error))
         if number not in _REFUSALS:
             raise
-        named = getattr(error, "filename", None)
-        place = os.fspath(path) if named is None or _PREFIX in str(named) else named
+        filename = getattr(error, "filename", None)
+        place = os.fspath(path) if filename is None or _PREFIX in str(filename) else filename
         remedy = "Give this user the rights" if number in (errno.EACCES, errno.EPERM) else "Make room"
         raise ValueError(f"{place}: {os.strerror(number)}. {remedy}, or name another place.") from error
 
 
 def _error_number(text: str) -> int | None:
-    """Of what safetensors tells of a failed write: "… (os error 28)"."""
-    found = re.search(r"\(os error (\d+)\)", text)
-    return int(found[1]) if found else None
+    """The errno in the message of a failed write by safetensors, "… (os error 28)", which carries it nowhere else."""
+    match = re.search(r"\(os error (\d+)\)", text)
+    return int(match[1]) if match else None
 
 
 def put(written: Path, target: Path) -> None:
-    """Rename a finished file over `target`, on disk before it has the name."""
+    """Flush a finished file to disk and rename it over `target`."""
     flush(written)
     written.replace(target)
 
 
 def flush(written: Path) -> None:
-    """Make a finished file an ordinary one, and have it on disk."""
-    # safetensors (as mkstemp) makes files that their owner alone can read; a finished one is an ordinary file.
+    """Give a finished file ordinary permissions, and flush it to disk."""
+    # safetensors, like mkstemp, creates files that only their owner can read.
     written.chmod(0o666 & ~umask())
     with written.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def umask() -> int:
-    """The mode bits that new files of this process do not get."""
+    """The umask of this process."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -78,9 +79,9 @@ def umask() -> int:
 
 @contextlib.contextmanager
 def staged(parent: Path) -> Iterator[Path]:
-    """A new folder inside `parent`, to write in and rename from; removed afterwards, with what is left in it."""
+    """Context with a new folder inside `parent` to write files in and rename them from; removed at the end."""
     parent.mkdir(parents=True, exist_ok=True)
-    _remove_left(parent)
+    _remove_abandoned(parent)
     folder, lock = _locked_folder(parent)
     try:
         (folder / "files").mkdir()
@@ -94,24 +95,25 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        # Where nothing can be locked, nothing is removed either.
+        # On a file system without locks, `_remove_abandoned` removes nothing.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / _LOCK).exists():
             return folder, lock
-        os.close(lock)  # another process found the lock before it was held
+        os.close(lock)  # another process removed the folder before the lock was taken
 
 
-def _remove_left(parent: Path) -> None:
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the temporary folders of processes that have died."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR)
         except OSError:
-            continue  # not one of these, or being made, or being removed
+            continue  # another kind of folder, or one that is being created or removed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # its owner lives
+            continue  # its owner is alive
         finally:
             os.close(lock)

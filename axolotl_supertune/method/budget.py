@@ -1,6 +1,6 @@
-"""How many parameters one adapted layer gets, and how λ splits them (paper, section 3.3).
+"""The parameter budget of a layer, and its split by λ into low-rank and sparse parameters (paper, section 3.3).
 
-Integers only, no torch: the counts printed, trained and saved are exact.
+Integers only, no torch: the counts that are printed, trained and saved are exact.
 """
 
 import math
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-# A fraction typed as a decimal (0.29) is not that fraction in binary floating point; 1e9 is far finer than anyone
-# types and far coarser than a double's own error, so the nearest such fraction is the one that was meant.
+# A decimal such as 0.29 has no exact binary floating-point value. Denominators up to 1e9 are far finer than anyone
+# types and far coarser than a double's rounding error, so the nearest such fraction is the decimal that was meant.
 _MAX_DENOMINATOR = 10**9
 
 DEFAULT_R0 = 8
@@ -17,7 +17,7 @@ BUDGET_SCOPES = ("layer", "density", "global")
 
 
 class BudgetError(ValueError):
-    """A budget that cannot be realised in a layer; the message names the layer."""
+    """A budget that a layer cannot have: more parameters than weights, or none. The message names the layer."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LayerBudget:
     Attributes:
         out_features: c.
         in_features: b.
-        total: T, all trainable scalars of the layer.
+        total: T, trainable scalars of the layer.
         rank: r, rank of the low-rank part L·R.
         sparse_count: s = T − r(c+b), entries of the sparse part M⊙U.
     """
@@ -45,13 +45,13 @@ class LayerBudget:
 
     @property
     def density(self) -> Fraction:
-        """s / (c·b), the share of the weights that the sparse part trains."""
+        """s / (c·b), the fraction of the weights that the sparse part trains."""
         return Fraction(self.sparse_count, self.out_features * self.in_features)
 
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """Layers that share a name and a budget: one line of the table that is logged at start and planned."""
+    """Layers of one kind (`q_proj`, …) and budget: a row of the table that `plan` prints and a training logs."""
 
     kind: str
     layers: int
@@ -64,7 +64,7 @@ class BudgetRow:
 
 
 def budget_rows(budgets: Mapping[str, LayerBudget]) -> list[BudgetRow]:
-    """Budgets by layer name, gathered per kind of layer (last part of the name) and budget, in their order."""
+    """Group budgets, given by layer name, by the kind of layer (last part of the name) and budget; order is kept."""
     counts: dict[tuple[str, LayerBudget], int] = {}
     for layer, budget in budgets.items():
         key = (layer.rpartition(".")[2], budget)
@@ -73,7 +73,7 @@ def budget_rows(budgets: Mapping[str, LayerBudget]) -> list[BudgetRow]:
 
 
 def exact_fraction(value: float) -> Fraction:
-    """The decimal that `value` was written as, free of binary rounding: 0.29 → 29/100."""
+    """The decimal fraction that `value` was written as, without binary rounding: 0.29 → 29/100."""
     return Fraction(value).limit_denominator(_MAX_DENOMINATOR)
 
 
@@ -157,15 +157,15 @@ def layer_budget(
             f"{layer}: {source} gives this {out_features}×{in_features} layer T = {total:,} parameters, {problem}; "
             f"{remedy}."
         )
-    return _shared_out(out_features, in_features, total, supra_lambda)
+    return _split(out_features, in_features, total, supra_lambda)
 
 
 def density_budgets(
     shapes: Mapping[str, tuple[int, int]], *, supra_lambda: float, r0: int | None = None
 ) -> dict[str, LayerBudget]:
-    """The rank budget of all layers together, shared out by their sizes: one density ρ = Σ r0(c+b) / Σ c·b.
+    """Budgets at one density for all layers, ρ = Σ r0(c+b) / Σ c·b: the total rank budget, distributed by layer size.
 
-    T_i = ⌊ρ·c_i·b_i⌋, as the authors' code has it; r_i, l_i and s_i follow as in `layer_budget`.
+    T_i = ⌊ρ·c_i·b_i⌋, as in the authors' code; r_i, l_i and s_i follow as in `layer_budget`.
 
     Args:
         shapes: (c, b) by layer name.
@@ -174,27 +174,28 @@ def density_budgets(
 
     Raises:
         ValueError: λ or r0 out of range.
-        BudgetError: ρ is above 1, or leaves a layer nothing.
+        BudgetError: ρ is above 1, or so small that a layer gets no parameter.
     """
     check_lambda(supra_lambda)
     r0 = DEFAULT_R0 if r0 is None else r0
     check_r0(r0)
     size = sum(c * b for c, b in shapes.values())
-    asked = r0 * sum(c + b for c, b in shapes.values())
+    requested = r0 * sum(c + b for c, b in shapes.values())
     budgets = {}
     for name, (c, b) in shapes.items():
-        total = asked * c * b // size
-        if asked > size or not total:
+        total = requested * c * b // size
+        if requested > size or not total:
             raise BudgetError(
                 f"{name}: budget_scope: density with r0={r0} (lora_r in a YAML) gives this {c}×{b} layer T = {total:,} "
-                f"parameters, a share of {asked / size:.3g} of its weights; use another r0, or leave it out of the "
+                f"parameters, a share of {requested / size:.3g} of its weights; use another r0, or leave it out of the "
                 "target modules."
             )
-        budgets[name] = _shared_out(c, b, total, supra_lambda)
+        budgets[name] = _split(c, b, total, supra_lambda)
     return budgets
 
 
-def _shared_out(out_features: int, in_features: int, total: int, supra_lambda: float) -> LayerBudget:
+def _split(out_features: int, in_features: int, total: int, supra_lambda: float) -> LayerBudget:
+    """A budget of `total` parameters, of which ⌊λT/(c+b)⌋·(c+b) are low-rank and the rest sparse."""
     sides = out_features + in_features
     rank = math.floor(exact_fraction(supra_lambda) * total / sides)
     return LayerBudget(out_features, in_features, total, rank, total - rank * sides)

@@ -1,8 +1,8 @@
-"""Calibration text → token windows: the sampling of Wanda's C4 loader, for C4 and for local files.
+"""Calibration data: windows of tokens from C4, a hub dataset, a local file, or the records of the training set.
 
-Documents are visited in a seeded random order; each one longer than the window gives one window at a random place,
-until there are enough. A source too small for that gives every disjoint window its long documents hold, if those
-suffice. A `.txt` file is one document.
+Text is sampled as in Wanda's C4 loader: documents are visited in a seeded random order, and each that is at least as
+long as a window gives one window at a random position, until there are enough. If a source has too few such documents,
+the windows are drawn from all disjoint windows of its long documents. A `.txt` file is one document.
 """
 
 import os
@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-TRAINING_SET = "training_set"  # as calibration_dataset: no text, but the records that are trained on
+TRAINING_SET = "training_set"  # value of calibration_dataset: calibrate on records of the training data
 C4_DATASET = "allenai/c4"
 C4_FILE = "en/c4-train.00000-of-01024.json.gz"
 DEFAULT_SPLIT = "train"
@@ -24,7 +24,7 @@ DEFAULT_SEQUENCE_LEN = 2048
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 LOCAL_SUFFIXES = (".txt", ".parquet", *_JSON_SUFFIXES)
-# Streamed documents are shuffled in a buffer of this many, filled from the front of the stream.
+# Size of the shuffle buffer of streamed documents.
 _SHUFFLE_BUFFER = 10_000
 
 
@@ -44,16 +44,18 @@ def calibration_windows(
         tokenizer: a transformers tokenizer.
         source: a local .txt, .json(l), .json(l).gz or .parquet file, or a hub dataset (streamed); of
             `allenai/c4`, shard 0 of the English training split.
-        samples, sequence_len, seed: how many, how long, and the seed of all random choices.
-        split, text_field: the split and column to read; a .txt file has neither.
+        samples: number of windows.
+        sequence_len: tokens per window.
+        seed: of all random choices.
+        split, text_field: the split and column to read; not used for a .txt file.
 
     Returns:
         (samples, sequence_len) int64 token ids.
 
     Raises:
-        FileNotFoundError: a local file that does not exist.
-        ValueError: text too short (the message says how many tokens were found), no such column, or a source that
-            cannot be read.
+        FileNotFoundError: the local file does not exist.
+        ValueError: too little text (the message says how many tokens were found), no such column, or an unreadable
+            source.
     """
     source = os.fspath(source)
     if samples < 1 or sequence_len < 1:
@@ -91,31 +93,33 @@ def calibration_windows(
 def training_windows(
     records: Sequence[Sequence[int]], *, samples: int, sequence_len: int, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Draw `samples` training records, each a window of its own, as they are trained on: prompt, answer and all.
+    """Draw `samples` training records, each a window with prompt and answer, as in training.
 
     Args:
-        records: token ids of each.
-        samples, sequence_len, seed: how many, where longer ones are cut off, and the seed of the choice.
+        records: token ids per record.
+        samples: number of records to draw.
+        sequence_len: length to which longer records are cut.
+        seed: of the draw.
 
     Returns:
-        `input_ids` and `attention_mask`, each (samples, longest) int64; after a record there is padding, masked 0.
+        `input_ids` and `attention_mask`, both (samples, longest) int64, padded at the end with mask 0.
 
     Raises:
-        ValueError: there are fewer records.
+        ValueError: fewer records than samples.
     """
     if len(records) < samples:
         raise ValueError(
             f"calibration_samples: {samples} records were asked for, and the training set has {len(records)}; lower it."
         )
-    at = numpy.sort(numpy.random.default_rng(seed).choice(len(records), size=samples, replace=False))
-    chosen = [torch.tensor(records[int(each)][:sequence_len], dtype=torch.int64) for each in at]
+    drawn = numpy.sort(numpy.random.default_rng(seed).choice(len(records), size=samples, replace=False))
+    chosen = [torch.tensor(records[int(index)][:sequence_len], dtype=torch.int64) for index in drawn]
     ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
-    lengths = torch.tensor([len(each) for each in chosen])
+    lengths = torch.tensor([len(record) for record in chosen])
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
 def batches_of(windows: Tensor | Mapping[str, Tensor], size: int) -> list[Any]:
-    """Windows in batches of so many, padded ones no longer than the longest of the batch."""
+    """Split windows into batches of `size`; padded windows are cut to the longest of their batch."""
     if isinstance(windows, Tensor):
         return list(windows.split(size))
     parts = zip(windows["input_ids"].split(size), windows["attention_mask"].split(size), strict=True)
@@ -126,12 +130,13 @@ def batches_of(windows: Tensor | Mapping[str, Tensor], size: int) -> list[Any]:
 
 
 def check_source(source: str) -> None:
-    """Raise FileNotFoundError if `source` names a local file that is not there."""
+    """Raise FileNotFoundError if `source` names a local file that does not exist."""
     if _is_local(source) and not Path(source).is_file():
         raise FileNotFoundError(f"calibration_dataset: there is no file {source}.")
 
 
 def _disjoint_windows(ids: list[int], length: int, random: numpy.random.Generator) -> Iterator[list[int]]:
+    """Consecutive windows of a document, from a random offset."""
     start = int(random.integers(len(ids) % length + 1))
     for begin in range(start, len(ids) - length + 1, length):
         yield ids[begin : begin + length]
@@ -142,12 +147,13 @@ def _is_local(source: str) -> bool:
 
 
 def _documents(source: str, split: str, text_field: str, seed: int) -> Iterator[str]:
+    """The texts of a source in random order; arguments and errors as for `calibration_windows`."""
     check_source(source)
     try:
         if source.endswith(".txt"):
             yield Path(source).read_text(encoding="utf-8")
             return
-        import datasets  # heavy; a .txt needs none of it
+        import datasets  # slow to import, and not needed for a .txt
 
         if _is_local(source):
             builder = "parquet" if source.endswith(".parquet") else "json"

@@ -1,10 +1,9 @@
-"""Scores from ∂L/∂W of frozen linear layers: what SIFT and RoSA choose their supports by.
+"""Gradient scores |∂L/∂W| and (∂L/∂W)² of frozen linear layers, by which SIFT and RoSA choose their supports.
 
-A layer's gradient is dyᵀx. It is formed where backward passes the layer, and added into that layer's own sum; no
-weight gets a `.grad`, no optimizer a state, and nothing that is trained is touched. Sums are dense, fp32, so only a
-group of layers has one at a time: the batches are passed once for every group, and a group's scores are handed out and
-dropped before the next one begins. A group's sums take `DENSE_BYTES`, or are those of one larger layer; how layers are
-grouped does not change a score.
+The gradient of a layer, dyᵀ·x, is computed when backward reaches the layer, and is added to a sum per layer. No weight
+gets a `.grad`, and no trained parameter is touched. The sums are dense and fp32, as large as the weights in fp32, so
+the layers are processed in groups whose sums take at most `DENSE_BYTES` (or one larger layer): all batches are run once
+per group, and the scores of a group are yielded and freed before the next. The grouping does not change the scores.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +18,10 @@ B = TypeVar("B")
 
 
 class _Observed(torch.autograd.Function):
-    """y, whose backward shows x (…, b) and dy (…, c) to `take`.
+    """Identity on y whose backward calls `take(x, dy)` with x (…, b) and dy (…, c).
 
-    x is saved as autograd saves tensors, so that checkpointing drops it and computes it again. The anchor needs a
-    gradient, so that backward comes here whatever else is frozen.
+    x is saved through autograd, so that gradient checkpointing can drop and recompute it. `anchor` requires a gradient,
+    so that backward runs here even if everything else is frozen.
     """
 
     @staticmethod
@@ -48,23 +47,23 @@ def gradient_scores(
     sum_processes: Callable[[Tensor], Tensor] | None = None,
     dense_bytes: int = DENSE_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The score of one layer after another: |mean of ∂L/∂W| over the batches, or the mean of its squares.
+    """Yield the score of each layer: |mean of ∂L/∂W| over the batches, or the mean of (∂L/∂W)².
 
     Args:
-        layers: by name, what is called with x (…, b) and returns y (…, c) and has `in_features` and `out_features`: a
-            linear layer, or one that wraps it. What it trains itself may be frozen.
-        batches: micro-batches of every batch, of this process; each batch has at least one in some process.
-        loss_of: the share of a micro-batch in its batch's loss, a scalar: over micro-batches and processes these add
-            up to L. Called several times for each, and must answer the same each time.
-        squared: RoSA's score, Σ_batches (∂L/∂W)²/n, in place of |Σ_batches ∂L/∂W|/n.
-        sum_processes: where several processes have a part of every batch: gives the sum over them of a CPU vector.
-        dense_bytes: what the sums of a group may take.
+        layers: by name, modules that map x (…, b) to y (…, c) and have `in_features` and `out_features`: linear layers
+            or modules around one. Their parameters may be frozen.
+        batches: this process's micro-batches of each batch. Every batch has at least one in some process.
+        loss_of: a micro-batch's contribution to the loss L of its batch, a scalar; the contributions of all
+            micro-batches and processes add up to L. Called several times per micro-batch; must be deterministic.
+        squared: RoSA's score Σ_batches (∂L/∂W)²/n instead of |Σ_batches ∂L/∂W|/n.
+        sum_processes: sums a CPU vector over all processes, where several each have a part of every batch.
+        dense_bytes: limit for the sums of a group, in bytes.
 
     Yields:
         (name, (c, b) fp32 on the layer's device), in the order of `layers`.
 
     Raises:
-        ValueError: a gradient that is NaN or infinite, or zero all over.
+        ValueError: a gradient that is NaN, infinite or entirely zero.
     """
     if not batches:
         raise ValueError("no batch to take gradients from.")
@@ -80,32 +79,33 @@ def gradient_scores(
 
 
 def _groups(layers: Mapping[str, nn.Module], dense_bytes: int) -> Iterator[dict[str, nn.Module]]:
+    """The layers in order, in groups whose fp32 sums fit `dense_bytes`; a larger layer is a group of its own."""
     group: dict[str, nn.Module] = {}
-    held = 0
+    group_bytes = 0
     for name, layer in layers.items():
         size = 4 * _size(layer)
-        if group and held + size > dense_bytes:
+        if group and group_bytes + size > dense_bytes:
             yield group
-            group, held = {}, 0
+            group, group_bytes = {}, 0
         group[name] = layer
-        held += size
+        group_bytes += size
     if group:
         yield group
 
 
 def passes(layers: Mapping[str, nn.Module], *, squared: bool = False, dense_bytes: int = DENSE_BYTES) -> int:
-    """How often the batches are passed."""
+    """How many times `gradient_scores` runs all batches: the number of groups."""
     return sum(1 for _ in _groups(layers, dense_bytes // (2 if squared else 1)))
 
 
 class _Sums:
-    """The dense sums of a group of layers."""
+    """The dense gradient sums of a group of layers."""
 
     def __init__(
         self, layers: dict[str, nn.Module], squared: bool, sum_processes: Callable[[Tensor], Tensor] | None
     ) -> None:
         self._layers, self._squared, self._sum_processes = layers, squared, sum_processes
-        # ∂L/∂W: of one batch if it is to be squared, else of all.
+        # Σ ∂L/∂W: of the current batch if it will be squared, else of all batches.
         self._sums: dict[str, Tensor] = {name: _zeros(layer) for name, layer in layers.items()}
         self._squares = {name: torch.zeros_like(total) for name, total in self._sums.items()} if squared else {}
 
@@ -119,7 +119,7 @@ class _Sums:
             self._sums[name].zero_()
 
     def score(self, name: str, count: int) -> Tensor:
-        """The score of a layer, which is forgotten here."""
+        """The score of a layer; its sums are freed."""
         total = self._sums.pop(name)
         if self._squared:
             return self._squares.pop(name).div_(count)
@@ -132,7 +132,7 @@ class _Sums:
 
 
 class _Hooks:
-    """Forward hooks that put `_Observed` behind layers."""
+    """A context in which forward hooks apply `_Observed` to the outputs of layers."""
 
     def __init__(self, observed: dict[str, tuple[nn.Module, Tensor]]) -> None:
         self._observed = observed
@@ -156,7 +156,7 @@ class _Hooks:
 
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                return y  # a checkpointed forward, which runs again in backward
+                return y  # a checkpointed forward: it runs again, with gradients, in backward
             return _Observed.apply(args[0] if args else kwargs["x"], y, anchor, take)
 
         return observe
@@ -175,8 +175,8 @@ def _checked(score: Tensor, layer: str) -> Tensor:
     largest = float(score.max())
     if largest == 0:
         raise ValueError(
-            f"{layer}: its gradient is zero all over: no trained token reached this layer. Leave it out of the target "
-            "modules, or take more batches (gradient_batches)."
+            f"{layer}: its gradient is zero everywhere: no trained token reached this layer. Leave it out of the "
+            "target modules, or take more batches (gradient_batches)."
         )
     if not torch.isfinite(score.max()) or not torch.isfinite(score.sum()):
         raise ValueError(

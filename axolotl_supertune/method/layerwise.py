@@ -1,4 +1,4 @@
-"""Running a model that no device holds as a whole: decoder layers visit it, or are gathered on it, one at a time."""
+"""Run a model that does not fit on one device, one decoder layer at a time: streamed from the CPU, or gathered."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def streamed(model: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Inside, a model that lies on the CPU runs on `device`, with one decoder layer there at a time.
+    """Context in which a model on the CPU runs on `device`, with one decoder layer on it at a time.
 
-    Embeddings, final norm and output layer are there all the time. The CPU keeps its copy: afterwards every tensor is
-    the one that it was, tied weights included.
+    Embeddings, final norm and output layer stay on `device` throughout. The CPU copies are kept: afterwards the model
+    has its original tensors again, tied weights included.
 
     Raises:
-        ValueError: the model does not say what its decoder layers are (transformers' `_no_split_modules`).
+        ValueError: the model does not name its decoder layers (transformers' `_no_split_modules`).
     """
     blocks, others = decoder_layers(model)
     if not blocks:
@@ -40,13 +40,14 @@ def streamed(model: nn.Module, device: torch.device | str) -> Iterator[None]:
 def gathered_in_turn(
     model: nn.Module, gathered: Callable[[Iterable[Tensor]], contextlib.AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Inside, a sharded model runs without its engine, with one decoder layer gathered at a time.
+    """Context in which a sharded model runs without its engine, with one decoder layer gathered at a time.
 
-    Every process must run it equally often. Embeddings, final norm and output layer are gathered one by one.
+    All processes must run the same number of forward passes. Embeddings, final norm and output layer are gathered one
+    by one as well.
 
     Args:
         model: the sharded model.
-        gathered: parameters → a context inside which they hold their values.
+        gathered: parameters → a context in which they hold their full values.
     """
     blocks, others = decoder_layers(model)
     units = [(block, list(block.parameters())) for block in blocks]
@@ -55,7 +56,7 @@ def gathered_in_turn(
     try:
         for module, parameters in units:
             if parameters:
-                # A unit is entered and left in one call of its module: one place for the context that is open.
+                # Entered before and left after each call of the module.
                 opened = contextlib.ExitStack()
 
                 def enter(*_: Any, opened: Any = opened, parameters: Any = parameters) -> None:
@@ -70,7 +71,7 @@ def gathered_in_turn(
 
 
 def decoder_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The decoder layers of a model (none if it does not say what they are), and the modules outside them."""
+    """The decoder layers of a model (empty if it does not name them), and all modules outside them."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -82,24 +83,24 @@ def decoder_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 
 
 class _Moved:
-    """Modules whose tensors are on another device for a while."""
+    """The tensors of some modules, moved to another device and back."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         stores = [store for module in modules for store in (module._parameters, module._buffers)]
-        self._places: list[tuple[Any, str, Tensor]] = [
+        self._tensors: list[tuple[Any, str, Tensor]] = [
             (store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None
         ]
 
     def to(self, device: torch.device | str) -> None:
-        made: dict[int, Tensor] = {}  # tied ones stay tied
-        for store, name, tensor in self._places:
-            if id(tensor) not in made:
-                there = tensor.detach().to(device)
-                made[id(tensor)] = (
-                    nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+        copies: dict[int, Tensor] = {}  # by identity, so that tied tensors stay tied
+        for store, name, tensor in self._tensors:
+            if id(tensor) not in copies:
+                copy = tensor.detach().to(device)
+                copies[id(tensor)] = (
+                    nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
                 )
-            store[name] = made[id(tensor)]
+            store[name] = copies[id(tensor)]
 
     def back(self) -> None:
-        for store, name, tensor in self._places:
+        for store, name, tensor in self._tensors:
             store[name] = tensor

@@ -1,12 +1,14 @@
-"""Which entries of a layer the sparse part trains (paper, eq. psi_def): scores and a count in, sorted indices out.
+"""Selection of supports: the entries of a layer that the sparse part trains (paper, eq. psi_def).
+
+Scores and a count go in, sorted indices come out.
 
 A support is a 1-D tensor of flat row-major indices i·b + j into W of shape (c, b), strictly increasing, int32 where
-c·b allows it. Among equal scores the lower flat index wins, on every device: bf16 weights tie by the hundreds at the
-threshold, and a support that depended on the order of a parallel sort could not be reproduced.
+c·b allows it. Among equal scores the lowest flat index wins, on every device. Hundreds of bf16 weights tie at the
+threshold; if the order of a parallel sort decided, a support could not be reproduced.
 
-The count-th smallest score is found by a radix select: floats order as their bit patterns do, so a histogram of the
-leading bits names the range that holds it, and the next one looks into that range alone. Scores are asked for in blocks
-of rows and never held for the whole layer.
+The count-th smallest score is found by radix select. Floats ≥ 0 sort like their bit patterns: a histogram of the
+leading bits tells which range holds the threshold, and the next histogram covers that range only. Scores are computed
+in blocks of rows, so that no tensor of the layer's size is allocated.
 """
 
 import hashlib
@@ -17,36 +19,35 @@ import torch
 from torch import Tensor
 
 from .budget import hybrid_split
+from .scores import RowScores
 
 SUPPORT_SCOPES = ("layer", "row")
 SPARSE_DIRECTIONS = ("bottom", "top", "hybrid", "random")
 
-# Entries of one block of rows, whose temporaries take up to 24 bytes an entry: below 200 MiB on a GPU, where smaller
-# blocks would be bound by their launches; on a CPU they stay in reach of the cache, three times faster.
+# Entries per block of rows, with temporaries of up to 24 bytes per entry. On a GPU that is below 200 MiB, and smaller
+# blocks would be launch-bound; on a CPU, blocks of this size stay in the cache, which is three times faster.
 _BLOCK, _BLOCK_CPU = 2**23, 2**20
-# A histogram of 2048 int64 counts fits a GPU's shared memory several times over; three of them read 32 bits.
+# Bits per histogram: 2048 int64 counts fit a GPU's shared memory several times over; three histograms cover 32 bits.
 _DIGIT = 11
-# So few keys are ordered at once instead of by another histogram.
+# When at most this many keys are left, they are sorted instead of counted in another histogram.
 _FEW = 2**18
 
-ScoreRows = Callable[[int, int], Tensor]
-"""(start, stop) → the scores of these rows, (stop − start, b)."""
 _Blocks = Callable[[], Iterator[tuple[int, Tensor]]]
 
 
 def index_dtype(size: int) -> torch.dtype:
-    """int32 while every flat index below `size` = c·b fits, int64 beyond."""
+    """The dtype of flat indices into a layer of `size` = c·b weights: int32 where they fit, else int64."""
     return torch.int32 if size <= 2**31 else torch.int64
 
 
 def select_support(scores: Tensor, count: int, direction: str, *, hybrid_beta: float = 0.5) -> Tensor:
-    """ψ(W, s, ρ): the `count` smallest and/or largest scores of a layer, flattened.
+    """ψ(W, s, ρ): the flat indices of the `count` smallest and/or largest scores of a layer.
 
     Args:
         scores: (c, b), finite and ≥ 0.
         count: s, 0 ≤ s ≤ c·b.
         direction: `bottom` (smallest), `top` (largest), or `hybrid` (round(β·s) largest, the rest smallest).
-        hybrid_beta: β, only read by `hybrid`.
+        hybrid_beta: β, only used by `hybrid`.
 
     Returns:
         (s,) sorted flat indices on the scores' device.
@@ -59,13 +60,13 @@ def select_support(scores: Tensor, count: int, direction: str, *, hybrid_beta: f
 
 
 def select_by_rows(
-    score_rows: ScoreRows, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = 0.5
+    score_rows: RowScores, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = 0.5
 ) -> Tensor:
-    """`select_support` of a layer whose scores are computed a block of rows at a time.
+    """`select_support` for scores that are computed a block of rows at a time.
 
     Args:
-        score_rows: the scores of a range of rows, as `scores.score_rows` makes it; called several times for every row
-            and for none (start = stop), and must answer the same each time.
+        score_rows: returns the scores of a range of rows, see `scores.score_rows`. Called several times for every row,
+            and with an empty range (start = stop); must return the same values every time.
         shape: (c, b).
         count: s, 0 ≤ s ≤ c·b.
         direction: as for `select_support`.
@@ -81,22 +82,22 @@ def select_by_rows(
 
 
 def select_across(
-    layers: Sequence[tuple[Sequence[int], Callable[[], ScoreRows]]],
+    layers: Sequence[tuple[Sequence[int], Callable[[], RowScores]]],
     count: int,
     direction: str,
     *,
     hybrid_beta: float = 0.5,
 ) -> list[Tensor]:
-    """The `count` smallest and/or largest scores of several layers together; of equal ones those of the first layers.
+    """The `count` smallest and/or largest scores of several layers together; ties go to the earlier layers.
 
     Args:
-        layers: the shape (c, b) of each, and what makes its `score_rows`: called several times, one layer after
-            another, so that what it holds need not be there for all.
-        count: s of all layers, 0 ≤ s ≤ Σ c·b.
-        direction, hybrid_beta: as for `select_support`; the scores of all layers are one set.
+        layers: per layer its shape (c, b) and a function that returns its `score_rows`. The function is called several
+            times, for one layer after another, so that only one layer's weight must be in memory.
+        count: s of all layers together, 0 ≤ s ≤ Σ c·b.
+        direction, hybrid_beta: as for `select_support`, over the scores of all layers.
 
     Returns:
-        For every layer its sorted flat indices, maybe none, on the scores' device.
+        Per layer its sorted flat indices, possibly empty, on the scores' device.
 
     Raises:
         ValueError: unknown direction, or s out of range.
@@ -106,18 +107,18 @@ def select_across(
     bounds = torch.tensor(sizes, dtype=torch.int64).cumsum(0)
     cuts = torch.searchsorted(chosen.cpu(), bounds[:-1].to(chosen.dtype))
     return [
-        (mine - (int(end) - size)).to(index_dtype(size))
-        for mine, end, size in zip(chosen.tensor_split(cuts), bounds, sizes, strict=True)
+        (indices - (int(end) - size)).to(index_dtype(size))
+        for indices, end, size in zip(chosen.tensor_split(cuts), bounds, sizes, strict=True)
     ]
 
 
 def select_each_row(
-    score_rows: ScoreRows, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = 0.5
+    score_rows: RowScores, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = 0.5
 ) -> Tensor:
-    """`select_by_rows` with the scores compared within a row, and the count spread evenly over the rows.
+    """`select_by_rows` within each row, with the count spread evenly over the rows.
 
-    The first k rows have ⌊k·s/c⌋ entries together, so that every row has ⌊s/c⌋ or one more, and the longer ones lie
-    evenly apart; and of the first n entries ⌊n·k_top/s⌋ are top ones, where a hybrid has both.
+    The first k rows have ⌊k·s/c⌋ entries together, so each row has ⌊s/c⌋ or one more, and the longer rows are evenly
+    spaced. For `hybrid`, ⌊n·k_top/s⌋ of the first n entries are top entries.
 
     Args, returns and raises: as `select_by_rows`.
     """
@@ -125,11 +126,11 @@ def select_each_row(
     _check_count(count, rows * width)
     k_top, _ = _split(count, direction, hybrid_beta)
     sample = score_rows(0, 0)
-    each, top = row_counts(count, rows), torch.zeros(rows, dtype=torch.int64)
+    counts, top = row_counts(count, rows), torch.zeros(rows, dtype=torch.int64)
     if k_top:
-        ends = each.cumsum(0) * k_top // count
+        ends = counts.cumsum(0) * k_top // count
         top = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
-    each, top = each.to(sample.device), top.to(sample.device)
+    counts, top = counts.to(sample.device), top.to(sample.device)
     step = max(1, (_BLOCK_CPU if sample.is_cpu else _BLOCK) // width)
     chosen = []
     for start in range(0, rows, step):
@@ -138,19 +139,19 @@ def select_each_row(
         mask = _first_of_rows(keys.bitwise_not(), top[start:stop])
         if k_top < count:
             keys.masked_fill_(mask, torch.iinfo(keys.dtype).max)
-            mask |= _first_of_rows(keys, (each - top)[start:stop])
+            mask |= _first_of_rows(keys, (counts - top)[start:stop])
         chosen.append((mask.view(-1).nonzero().squeeze(1) + start * width).to(index_dtype(rows * width)))
     return torch.cat(chosen)
 
 
 def row_counts(count: int, rows: int) -> Tensor:
-    """How many of `count` entries each of `rows` rows has, (rows,) int64: ⌊(k+1)·s/c⌋ − ⌊k·s/c⌋ for row k."""
+    """Entries in each row when `count` entries are spread over `rows` rows, (rows,) int64: ⌊(k+1)·s/c⌋ − ⌊k·s/c⌋."""
     ends = torch.arange(rows + 1, dtype=torch.int64) * count // rows
     return ends.diff()
 
 
 def _first_of_rows(keys: Tensor, counts: Tensor) -> Tensor:
-    """A mask of the `counts` smallest keys of every row; of equal ones the first."""
+    """Mask of the `counts[k]` smallest keys of each row k; ties go to the lower column."""
     mask = torch.zeros_like(keys, dtype=torch.bool)
     most = int(counts.max()) if counts.numel() else 0
     if not most:
@@ -161,16 +162,16 @@ def _first_of_rows(keys: Tensor, counts: Tensor) -> Tensor:
 
 
 def _split(count: int, direction: str, hybrid_beta: float) -> tuple[int, int]:
-    """(k_top, k_bottom)."""
+    """(k_top, k_bottom) of a direction; ValueError if it is unknown."""
     if direction not in ("bottom", "top", "hybrid"):
         raise ValueError(f"sparse_direction={direction!r} is not one of {', '.join(SPARSE_DIRECTIONS)}.")
     return {"bottom": (0, count), "top": (count, 0)}.get(direction) or hybrid_split(count, hybrid_beta)
 
 
 def _select(
-    layers: Sequence[tuple[Sequence[int], Callable[[], ScoreRows]]], count: int, direction: str, hybrid_beta: float
+    layers: Sequence[tuple[Sequence[int], Callable[[], RowScores]]], count: int, direction: str, hybrid_beta: float
 ) -> Tensor:
-    """Sorted indices into the layers' flattened scores, one layer after another."""
+    """Sorted indices into the concatenation of the layers' flattened scores."""
     size = sum(rows * width for (rows, width), _ in layers)
     _check_count(count, size)
     k_top, k_bottom = _split(count, direction, hybrid_beta)
@@ -192,7 +193,7 @@ def _select(
             score_rows = make()
             for start in range(0, rows, step):
                 yield next(at), _ordered_bits(score_rows(start, min(start + step, rows)))
-            del score_rows  # before the next one is made
+            del score_rows  # frees this layer's weight before the next one is made
 
     def descending() -> Iterator[tuple[int, Tensor]]:
         for offset, keys in ascending():
@@ -204,21 +205,21 @@ def _select(
     if not k_bottom:
         return top
 
-    # What the top took is out of the bottom's reach, so the two stay disjoint even where every score ties.
+    # Entries of the top are excluded from the bottom, so that the two are disjoint even where all scores tie.
     bounds = torch.tensor(starts[1:], dtype=top.dtype, device=top.device)
     taken = top.tensor_split(torch.searchsorted(top, bounds).cpu())
 
     def untaken() -> Iterator[tuple[int, Tensor]]:
-        for (offset, keys), mine in zip(ascending(), taken, strict=True):
-            yield offset, keys.index_fill_(0, mine.long() - offset, integers.max)
+        for (offset, keys), indices in zip(ascending(), taken, strict=True):
+            yield offset, keys.index_fill_(0, indices.long() - offset, integers.max)
 
     return torch.cat([top, _smallest(untaken, integers.bits, size, k_bottom)]).sort().values
 
 
 def random_support(size: int, count: int, *, seed: int, layer: str) -> Tensor:
-    """`count` of `size` flat indices, uniformly without replacement.
+    """`count` of `size` flat indices, drawn uniformly without replacement.
 
-    Drawn on the CPU from (seed, layer name): the same whatever the device, and whatever other layers are adapted.
+    Drawn on the CPU from (seed, layer name), so that neither the device nor the other target layers matter.
 
     Returns:
         (count,) sorted flat indices on the CPU.
@@ -229,17 +230,17 @@ def random_support(size: int, count: int, *, seed: int, layer: str) -> Tensor:
 
 
 def random_rows_support(shape: Sequence[int], count: int, *, seed: int, layer: str) -> Tensor:
-    """`random_support` spread over the rows as `select_each_row` spreads it."""
+    """`random_support` with the entries spread evenly over the rows, as in `select_each_row`."""
     rows, width = shape
     _check_count(count, rows * width)
     generator = _generator(seed, layer)
     drawn = [
-        numpy.sort(generator.choice(width, size=each, replace=False, shuffle=False)) + row * width
-        for row, each in enumerate(row_counts(count, rows).tolist())
-        if each
+        numpy.sort(generator.choice(width, size=in_row, replace=False, shuffle=False)) + row * width
+        for row, in_row in enumerate(row_counts(count, rows).tolist())
+        if in_row
     ]
-    found = numpy.concatenate(drawn) if drawn else numpy.empty(0, dtype=numpy.int64)
-    return torch.from_numpy(found).to(index_dtype(rows * width))
+    indices = numpy.concatenate(drawn) if drawn else numpy.empty(0, dtype=numpy.int64)
+    return torch.from_numpy(indices).to(index_dtype(rows * width))
 
 
 def _generator(seed: int, layer: str) -> numpy.random.Generator:
@@ -248,21 +249,21 @@ def _generator(seed: int, layer: str) -> numpy.random.Generator:
 
 
 def _ordered_bits(scores: Tensor) -> Tensor:
-    """Integers that order as the scores do, equal where these are: a new flat int32 tensor, int64 beyond fp32.
+    """Integer keys with the order of the scores: a new flat tensor, int32 for scores up to fp32, else int64.
 
-    A float's bits, read as an integer, order as the floats ≥ 0; of negative ones all bits but the sign are inverted.
+    The bits of floats ≥ 0, read as integers, sort like the floats; of negative ones all bits but the sign are inverted.
     """
     narrow = scores.dtype in (torch.float16, torch.bfloat16, torch.float32)
     floats = scores.reshape(-1).to(torch.float32 if narrow else torch.float64)
-    keys = floats.add(0.0).view(torch.int32 if narrow else torch.int64)  # −0 + 0 is the 0 that it equals
+    keys = floats.add(0.0).view(torch.int32 if narrow else torch.int64)  # −0 + 0 is 0: equal scores get equal keys
     integers = torch.iinfo(keys.dtype)
     return keys.bitwise_xor_((keys >> (integers.bits - 1)).bitwise_and_(integers.max))
 
 
 def _smallest(blocks: _Blocks, bits: int, size: int, count: int) -> Tensor:
-    """Sorted indices of the `count` ≥ 1 smallest keys; of those equal to the largest one taken, the lowest indices."""
-    threshold, kept = _threshold(blocks, bits, size, count)
-    left: Tensor | int = kept  # counted down on the device: of this loop, the host waits for `nonzero` alone
+    """Sorted indices of the `count` ≥ 1 smallest keys; ties at the threshold go to the lowest indices."""
+    threshold, tied = _threshold(blocks, bits, size, count)
+    left: Tensor | int = tied  # a device counter, so that the host only waits for `nonzero` in this loop
     chosen = []
     for offset, keys in blocks():
         ties = keys == threshold
@@ -274,13 +275,13 @@ def _smallest(blocks: _Blocks, bits: int, size: int, count: int) -> Tensor:
 
 
 def _threshold(blocks: _Blocks, bits: int, size: int, rank: int) -> tuple[int, int]:
-    """The rank-th smallest key, rank ≥ 1, and how many of the keys equal to it are among the `rank` smallest."""
-    # The key sought is the rank-th smallest of `inside` keys, those with key >> shift == prefix.
+    """The rank-th smallest key (rank ≥ 1), and how many of its ties are among the `rank` smallest keys."""
+    # Invariant: the threshold is the rank-th smallest of the `inside` keys for which key >> shift == prefix.
     prefix: int | None = None
     shift, inside = bits, size
     while inside > _FEW and shift:
         digit = min(_DIGIT, shift)
-        # The first digit holds the sign, so it starts below zero.
+        # The first digit contains the sign bit, so it can be negative.
         lowest = -(1 << (digit - 1)) if prefix is None else prefix << digit
         counts = [
             torch.bincount((_within(keys, prefix, shift) >> (shift - digit)) - lowest, minlength=1 << digit)
@@ -299,6 +300,7 @@ def _threshold(blocks: _Blocks, bits: int, size: int, rank: int) -> tuple[int, i
 
 
 def _within(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
+    """The keys whose leading bits are `prefix`; all of them for None."""
     return keys if prefix is None else keys[(keys >> shift) == prefix]
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from ..method.scores import MaskScore, describe_scores
+
 
 class SupertuneArgs(BaseModel):
     """Keys of Super and Supra, beside the `lora_*` and `peft_*` keys that they share with LoRA."""
@@ -22,10 +24,9 @@ class SupertuneArgs(BaseModel):
         description="λ, the low-rank share of the parameter budget: 0 is Super, 1 is LoRA. Default 0.8; "
         "`adapter: super` means 0.",
     )
-    mask_score: Literal["wanda", "activation", "magnitude", "gradient", "squared_gradient"] | None = Field(
+    mask_score: MaskScore | None = Field(
         default=None,
-        description="Score that orders a layer's weights: wanda |W|·‖X‖₂ or activation ‖X‖₂ (need calibration), "
-        "magnitude |W|, gradient |∂L/∂W| of training batches (SIFT), squared_gradient, the mean of its squares (RoSA). "
+        description=f"Score that orders a layer's weights: {describe_scores()}. Those of ‖X‖₂ need calibration. "
         "Default wanda.",
     )
     gradient_batches: int | None = Field(

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from ..engines.processes import Processes
 from ..method.gradient_scores import passes
+from ..method.scores import SCORES
 from ..tuner.gradient import await_no_more, choose_supports, hold_values, sparse_layers
 from .callbacks import LogCost
 from .verify import check_same_everywhere
@@ -100,7 +101,7 @@ class ChooseByGradient(TrainerCallback):
             sum(rows),
             state.global_step + 1,
             seconds,
-            passes(layers, squared=config.mask_score == "squared_gradient"),
+            passes(layers, squared=SCORES[config.mask_score].squares_gradients),
         )
 
     def _batches(self, count: int) -> list[list[tuple[dict[str, Any], float]]]:

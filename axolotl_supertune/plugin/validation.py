@@ -23,7 +23,7 @@ from ..method.calibration_data import (
     TRAINING_SET,
     check_source,
 )
-from ..method.scores import NORM_SCORES
+from ..method.scores import SCORES
 from ..ops.dispatch import requested
 from ..tuner import SupraConfig
 from . import gradient_checks
@@ -218,7 +218,7 @@ def has_sparse_part(cfg: Config) -> bool:
 
 def may_need_norms(cfg: Config) -> bool:
     """Whether the support needs activation norms."""
-    return cfg["mask_score"] in NORM_SCORES and cfg["sparse_direction"] != "random" and has_sparse_part(cfg)
+    return SCORES[cfg["mask_score"]].needs == "norms" and cfg["sparse_direction"] != "random" and has_sparse_part(cfg)
 
 
 def _check_names(cfg: Config, known: set[str]) -> None:

@@ -12,7 +12,7 @@ from peft.config import PeftConfig
 
 from ..method.activation_norms import ActivationNorms
 from ..method.budget import BUDGET_SCOPES, DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
-from ..method.scores import GRADIENT_SCORES, MASK_SCORES, NORM_SCORES
+from ..method.scores import SCORES, MaskScore, describe_scores
 from ..method.support import SPARSE_DIRECTIONS, SUPPORT_SCOPES
 from .file_format import VALUES_DTYPES
 from .peft_compat import peft_type
@@ -108,8 +108,8 @@ class SupraConfig(PeftConfig):
     supra_lambda: float = field(default=0.8, metadata={"help": "λ: low-rank share of the budget. 0 Super, 1 LoRA."})
     lora_alpha: float = field(default=16, metadata={"help": "α: the low-rank part is scaled by α/r."})
     lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the input of the low-rank part."})
-    mask_score: Literal["wanda", "activation", "magnitude", "gradient", "squared_gradient"] = field(
-        default="wanda", metadata={"help": "Score that orders the weights: |W|·‖X‖, ‖X‖, |W|, |∂L/∂W| or (∂L/∂W)²."}
+    mask_score: MaskScore = field(
+        default="wanda", metadata={"help": f"Score that orders the weights. {describe_scores()}."}
     )
     gradient_batches: int | None = field(
         default=None, metadata={"help": "Batches that a gradient score is taken on. Default 8."}
@@ -202,7 +202,7 @@ class SupraConfig(PeftConfig):
             self.r0 = DEFAULT_R0 if self.r0 is None else self.r0
             check_r0(self.r0)
         for key, allowed in (
-            ("mask_score", MASK_SCORES),
+            ("mask_score", tuple(SCORES)),
             ("sparse_direction", SPARSE_DIRECTIONS),
             ("support_scope", SUPPORT_SCOPES),
             ("budget_scope", BUDGET_SCOPES),
@@ -296,7 +296,7 @@ class SupraConfig(PeftConfig):
     @property
     def by_gradient(self) -> bool:
         """Whether the support is chosen by training batches."""
-        return self.mask_score in GRADIENT_SCORES and self.sparse_direction != "random"
+        return SCORES[self.mask_score].needs == "gradients" and self.sparse_direction != "random"
 
     @property
     def awaits_gradient(self) -> bool:
@@ -306,7 +306,9 @@ class SupraConfig(PeftConfig):
     @property
     def needs_norms(self) -> bool:
         """Whether choosing the support needs activation norms (where any layer has a sparse part)."""
-        return self.support == "select" and self.mask_score in NORM_SCORES and self.sparse_direction != "random"
+        return (
+            self.support == "select" and SCORES[self.mask_score].needs == "norms" and self.sparse_direction != "random"
+        )
 
     def loaded_norms(self) -> ActivationNorms | None:
         """The activation norms, read from their file if a path was given."""

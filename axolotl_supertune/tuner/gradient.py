@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..method.gradient_scores import gradient_scores
+from ..method.scores import SCORES
 from .layer import SupraLayer
 from .selection import select_in_layer
 
@@ -48,7 +49,7 @@ def choose_supports(
     layers: dict[str, Any] = {layer.supra_layer: layer for layer in sparse_layers(model, adapter_name)}
     with _frozen(model, adapter_name):
         scores = gradient_scores(
-            layers, batches, loss_of, squared=config.mask_score == "squared_gradient", sum_processes=sum_processes
+            layers, batches, loss_of, squared=SCORES[config.mask_score].squares_gradients, sum_processes=sum_processes
         )
         chosen = {
             name: _selected(score, layers[name].supra_budget[adapter_name].sparse_count, config)

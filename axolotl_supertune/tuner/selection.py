@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..engines import sharding
 from ..method.budget import LayerBudget, density_budgets, layer_budget
-from ..method.scores import activation_rows, check_weight, score_rows
+from ..method.scores import SCORES, RowScores, check_weight
 from ..method.support import (
-    ScoreRows,
     index_dtype,
     random_rows_support,
     random_support,
@@ -86,7 +85,7 @@ def placeholder(weight: Tensor, count: int, size: int) -> Tensor:
     return torch.arange(count, dtype=index_dtype(size), device=weight.device)
 
 
-def select_in_layer(rows: ScoreRows, shape: Any, count: int, config: SupraConfig) -> Tensor:
+def select_in_layer(rows: RowScores, shape: Any, count: int, config: SupraConfig) -> Tensor:
     """The `count` entries of one layer that the config's direction and scope take."""
     select = select_each_row if config.support_scope == "row" else select_by_rows
     return select(rows, shape, count, config.sparse_direction, hybrid_beta=_beta(config))
@@ -143,12 +142,12 @@ def _across(
     }
 
 
-def _rows(weight: Tensor, config: SupraConfig, name: str) -> ScoreRows:
-    norms = config.loaded_norms() if config.needs_norms else None
-    if norms is None:
-        return score_rows(weight, layer=name)
-    of = activation_rows if config.mask_score == "activation" else score_rows
-    return of(weight, norms[name], layer=name)
+def _rows(weight: Tensor, config: SupraConfig, name: str) -> RowScores:
+    """The scores of one layer, a block of rows at a time, for a `mask_score` of weights or activation norms."""
+    score = SCORES[config.mask_score]
+    norms = config.loaded_norms() if score.needs == "norms" else None
+    assert score.rows is not None, "scores of gradients are computed by tuner.gradient"
+    return score.rows(weight, None if norms is None else norms[name], layer=name)
 
 
 def _beta(config: SupraConfig) -> float:

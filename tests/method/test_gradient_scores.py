@@ -140,7 +140,7 @@ def test_bf16_activations_are_multiplied_in_fp32(batches):
 def test_what_cannot_be_a_score_is_refused(batches):
     model = make()
     layers = {name: getattr(model, name) for name in NAMES}
-    with pytest.raises(ValueError, match="last: its gradient is zero all over"):
+    with pytest.raises(ValueError, match="last: its gradient is zero everywhere"):
         list(gradient_scores({"last": model.last}, batches, lambda x: (model(x) * 0).sum()))
     with pytest.raises(ValueError, match="first: its gradient is NaN or infinite"):
         list(gradient_scores(layers, batches, lambda x: model(x).sum() * float("nan")))

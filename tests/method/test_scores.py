@@ -1,7 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from axolotl_supertune.method.scores import (
+    GRADIENT_SCORES,
+    NORM_SCORES,
+    SCORES,
     activation_rows,
     activation_score,
     check_weight,
@@ -112,3 +117,35 @@ def test_the_activation_score_is_wandas_without_the_weight():
             activation_score(weight, bad.float(), layer="q")
     with pytest.raises(ValueError, match="q: its weight hold"):
         activation_score(weight * float("inf"), norm.float(), layer="q")
+
+
+def test_the_registry_has_the_scores_of_the_paper():
+    norm = X.norm(dim=1)
+    expected = {
+        "wanda": wanda_score(W, norm),
+        "magnitude": magnitude_score(W),
+        "activation": activation_score(W, norm),
+    }
+    for name, score in expected.items():
+        given = norm if SCORES[name].needs == "norms" else None
+        assert torch.equal(SCORES[name].rows(W, given, layer="up_proj")(1, 3), score[1:3])
+    assert {*expected, *GRADIENT_SCORES} == set(SCORES)
+    assert set(NORM_SCORES) == {"wanda", "activation"}
+    assert [SCORES[name].squares_gradients for name in GRADIENT_SCORES] == [False, True]
+
+
+def test_every_score_is_documented():
+    """The help of the YAML key and of the PEFT config names each score; so do the pages."""
+    from axolotl_supertune.plugin.args import SupertuneArgs
+    from axolotl_supertune.tuner import SupraConfig
+
+    root = Path(__file__).parents[2]
+    texts = {
+        "args": SupertuneArgs.model_fields["mask_score"].description,
+        "config": SupraConfig.__dataclass_fields__["mask_score"].metadata["help"],
+        "docstring": SupraConfig.__doc__,
+        "README.md": (root / "README.md").read_text(encoding="utf-8"),
+        "method/README.md": (root / "axolotl_supertune/method/README.md").read_text(encoding="utf-8"),
+    }
+    for place, text in texts.items():
+        assert not [name for name in SCORES if name not in text], place

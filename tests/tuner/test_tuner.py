@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from axolotl_supertune import SupraConfig, budget_table, calibrate
 from axolotl_supertune.method.budget import BudgetError
-from axolotl_supertune.method.scores import wanda_score
+from axolotl_supertune.method.scores import SCORES, Score, wanda_score
 from axolotl_supertune.method.support import random_support, select_support
-from axolotl_supertune.tuner import SupraLayer, SupraLinear, read_adapter, selection
+from axolotl_supertune.tuner import SupraLayer, SupraLinear, read_adapter
 from axolotl_supertune.tuner.model import layer_budgets, target_layers
 
 LAMBDAS = [0, 0.3, 0.5, 0.8, 1]
@@ -139,6 +140,20 @@ def test_support_is_the_methods_selection(llama, norms, mask_score, direction):
         assert torch.equal(found[name], expected), name
 
 
+def test_a_new_score_is_one_entry_of_the_registry(tiny_llama, monkeypatch):
+    """Supports of a score that only the registry knows, through the config and the choice of supports."""
+
+    def rows(weight, _, *, layer):
+        return lambda start, stop: -weight[start:stop].float()
+
+    monkeypatch.setitem(SCORES, "negative", Score("weight", "−W", rows))
+    model = get_peft_model(tiny_llama(), config(mask_score="negative"))
+    for layer in supra_layers(model).values():
+        count = layer.supra_budget["default"].sparse_count
+        expected = select_support(-layer.get_base_layer().weight.detach().float(), count, "bottom")
+        assert torch.equal(layer.supra_indices["default"], expected)
+
+
 def test_random_support_does_not_depend_on_the_other_target_layers(tiny_llama):
     few = get_peft_model(tiny_llama(), config(sparse_direction="random", target_modules=["up_proj"]))
     many = get_peft_model(tiny_llama(), config(sparse_direction="random"))
@@ -149,7 +164,7 @@ def test_random_support_does_not_depend_on_the_other_target_layers(tiny_llama):
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("meta")])
 def test_supports_are_chosen_on_the_device_asked_for_one_layer_there_at_a_time(llama, norms, monkeypatch, device):
     seen, there = [], []
-    score = selection.score_rows
+    score = SCORES["wanda"].rows
 
     def score_rows(weight, activation_norm, *, layer):
         assert not any(each() is not None for each in there), "the layer before is still there"
@@ -159,7 +174,7 @@ def test_supports_are_chosen_on_the_device_asked_for_one_layer_there_at_a_time(l
         real = llama.get_submodule(layer).weight  # of a meta tensor nothing can be read
         return score(real if weight.is_meta else weight, activation_norm, layer=layer)
 
-    monkeypatch.setattr(selection, "score_rows", score_rows)
+    monkeypatch.setitem(SCORES, "wanda", replace(SCORES["wanda"], rows=score_rows))
     expected = supports(get_peft_model(copy.deepcopy(llama), config(mask_score="wanda", activation_norms=norms)))
     seen.clear()
     asked = config(mask_score="wanda", activation_norms=norms, support_device=device)
@@ -373,7 +388,7 @@ def test_support_is_loaded_never_chosen_again(tiny_llama, norms, tmp_path, monke
     def refuse(*args, **kwargs):
         raise AssertionError("a support was chosen at load")
 
-    for chooser in ("select_by_rows", "random_support", "score_rows"):
+    for chooser in ("select_by_rows", "random_support", "_rows"):
         monkeypatch.setattr(f"axolotl_supertune.tuner.selection.{chooser}", refuse)
     loaded = PeftModel.from_pretrained(tiny_llama(seed=0), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
     assert_same(supports(loaded), supports(model))

@@ -28,6 +28,7 @@ def job_of(cfg: Any, method: Any, model: Any, text: Any, engine: Engine, tokens:
         tokens: of the longest record.
     """
     from ...method.calibration_data import TRAINING_SET
+    from ...method.scores import SCORES
     from ..validation import has_sparse_part, may_need_norms
 
     shape = shape_of(model, text, cfg.get("lora_modules_to_save") or [])
@@ -41,9 +42,9 @@ def job_of(cfg: Any, method: Any, model: Any, text: Any, engine: Engine, tokens:
     if engine.bucket == _AUTO:
         engine = replace(engine, bucket=shape.hidden**2)
     step = step_of(cfg, shape, engine, _hidden_act(text), tokens, notes)
-    gradient = (
-        GradientPass(method.mask_score == "squared_gradient") if method.by_gradient and has_sparse_part(cfg) else None
-    )
+    gradient = None
+    if method.by_gradient and has_sparse_part(cfg):
+        gradient = GradientPass(SCORES[method.mask_score].squares_gradients)
     return Job(shape, step, engine, calibration, gradient)
 
 
