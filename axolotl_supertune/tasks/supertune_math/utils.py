@@ -1,6 +1,6 @@
-"""Names that the YAML files call; everything is in the package, which the harness may load several times for free."""
+"""The functions that the YAML files name. The harness loads this file by its path, so its imports are absolute."""
 
-from ..perplexity import load_perplexity, pooled_perplexity, score_perplexity
-from ..scoring import extract, load, prompt, score, total
+from axolotl_supertune.tasks.perplexity import load_perplexity, pooled_perplexity, score_perplexity
+from axolotl_supertune.tasks.scoring import extract, load, prompt, score, total
 
 __all__ = ["extract", "load", "load_perplexity", "pooled_perplexity", "prompt", "score", "score_perplexity", "total"]
