@@ -5,6 +5,7 @@ Everything goes over a gloo group of its own, on the CPU: it notices a process t
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from . import launched_processes
 
 T = TypeVar("T")
 
@@ -23,7 +26,7 @@ class OtherProcessFailed(RuntimeError):
 class Processes:
     """All processes of this run, or this one alone where torch.distributed is not initialized.
 
-    Every method is called by all of them, in the same order and inside `together`.
+    Every method is called by all of them, in the same order and inside `synchronized`.
 
     Args:
         timeout: seconds to wait for the slowest.
@@ -48,7 +51,7 @@ class Processes:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def together(self, step: str) -> Iterator[None]:
+    def synchronized(self, step: str) -> Iterator[None]:
         """Leave the block with all processes, or with an error in each.
 
         Args:
@@ -125,6 +128,20 @@ class Processes:
                 f"process {self.rank} of {self.world}, while {self._step}: another process ended, or did not answer "
                 f"within {self._timeout:g} s; its own output says why. {self._how_to_wait} ({error})"
             ) from error
+
+
+def on_cpus() -> bool:
+    """Whether a launcher started several processes that train on CPUs."""
+    return launched_processes() > 1 and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def check_processes_know_each_other(distributed: bool) -> None:
+    """Raise ValueError if a launcher started several processes and torch.distributed connects none of them."""
+    if launched_processes() > 1 and not distributed:
+        raise ValueError(
+            f"WORLD_SIZE={launched_processes()}, but these processes do not know of each other: each would train alone "
+            "and write the same output_dir. On CPUs set ACCELERATE_USE_CPU=true; for one process use --launcher python."
+        )
 
 
 def digest_of(tensor: Tensor) -> str:

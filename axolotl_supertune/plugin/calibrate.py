@@ -1,6 +1,5 @@
 """TODO-DOC plugin.calibrate."""
 
-import contextlib
 import time
 from typing import Any
 
@@ -8,11 +7,11 @@ import torch
 from axolotl.common.datasets import load_datasets
 from axolotl.loaders import load_tokenizer
 
+from ..engines import engine_of
 from ..engines.processes import Processes
-from ..engines.sharding import by_zero3, gathered
 from ..method.activation_norms import ActivationNorms
 from ..method.calibration_data import TRAINING_SET, batches_of, calibration_windows, training_windows
-from ..method.layerwise import gathered_in_turn, streamed
+from ..method.layerwise import streamed
 from ..tuner.base_calibration import calibrate
 from .run_summary import training
 
@@ -63,7 +62,6 @@ def measured_norms(
     processes: Processes,
     *,
     stream: bool = False,
-    alone: bool = False,
 ) -> tuple[ActivationNorms, float]:
     """Norms on these windows, and the seconds that they took.
 
@@ -71,10 +69,7 @@ def measured_norms(
         model, layers: the base model and the layers that are adapted.
         windows: of `windows_of_text` or `windows_of_records`.
         stream: the model lies on the CPU and stays there; its decoder layers visit the device one at a time.
-        alone: the other processes have no weights and do not call this; else each takes a part of the windows.
     """
-    if not stream and torch.device(cfg.device).type != "cpu" and model.device.type == "cpu":
-        model.to(cfg.device)
     provenance = {
         "model": cfg.base_model,
         "revision": cfg.revision_of_model,
@@ -88,15 +83,11 @@ def measured_norms(
         provenance["training_data"] = training(cfg)[0]["Training data"]
     # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
     batches = batches_of(windows, cfg.calibration_batch_size)
-    together, uncounted = by_zero3(model), []
-    if not alone:
-        parts = [batches[rank :: processes.world] for rank in range(processes.world)]
-        if together:  # whoever has one batch less still helps to gather
-            uncounted = batches[:1] * (len(parts[0]) - len(parts[processes.rank]))
-        batches = parts[processes.rank]
-    place: Any = streamed(model, cfg.device) if stream else contextlib.nullcontext()
+    engine = engine_of(cfg)
+    batches, uncounted = engine.share_of(batches, processes)
+    place = streamed(model, cfg.device) if stream else engine.plain_forward(model, cfg.device)
     start = time.perf_counter()
-    with gathered_in_turn(model, gathered) if together else place:
+    with place:
         norms = calibrate(
             model,
             batches,
@@ -107,6 +98,6 @@ def measured_norms(
                 int(batch["attention_mask"].sum()) if isinstance(batch, dict) else batch.numel() for batch in batches
             ),
             progress=processes.is_first,
-            sum_processes=None if alone else processes.sum,
+            sum_processes=None if engine.only_first_has_weights else processes.sum,
         )
     return norms, time.perf_counter() - start

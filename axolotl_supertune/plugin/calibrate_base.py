@@ -11,14 +11,12 @@ import yaml
 from axolotl.cli.config import load_cfg
 from axolotl.loaders import ModelLoader, load_tokenizer
 
+from .. import engines
 from ..tuner.model import layer_budgets
 from . import validation
 from .axolotl_compat import registered_plugins
 from .create import adapter_config
 from .plugin import NORMS_FILE, SupertunePlugin
-
-# Keys that say how a training distributes the model; here it is whole.
-_ENGINE_KEYS = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed")
 
 
 def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = False, overwrite: bool = False) -> Path:
@@ -40,7 +38,8 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
     """
     raw = yaml.safe_load(config.read_text(encoding="utf-8"))
     target = output or raw.get("calibration_path")
-    cfg: Any = load_cfg(str(config), **{key: None for key in (*_ENGINE_KEYS, "calibration_path") if key in raw})
+    # Without an engine: here the model is whole.
+    cfg: Any = load_cfg(str(config), **{key: None for key in (*engines.KEYS, "calibration_path") if key in raw})
     if cfg.adapter not in validation.ADAPTERS:
         raise ValueError(f"adapter: {cfg.adapter} needs no calibration; adapter: supra or super does.")
     if not validation.may_need_norms(cfg):

@@ -82,11 +82,11 @@ class CheckSaves(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._resumed is not None:
-            with self._processes.together("checking the checkpoint that is resumed"):
+            with self._processes.synchronized("checking the checkpoint that is resumed"):
                 check_saved(kwargs["model"], self._resumed, values=True, reads=self._processes.is_first)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with self._processes.together("checking a checkpoint"):
+        with self._processes.synchronized("checking a checkpoint"):
             if self._processes.is_first:
                 check_saved(kwargs["model"], Path(args.output_dir) / f"checkpoint-{state.global_step}")
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import get_peft_model
 
+from ..engines import engine_of
 from ..engines.processes import Processes
 from ..method.activation_norms import ActivationNorms
 from ..tuner import SupraConfig, SupraLayer
@@ -87,8 +88,8 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
     """The model with the adapter that the YAML describes, the same in all processes.
 
     Args:
-        norms: (model, cfg, names of the layers, alone=) → their activation norms, if the support needs any. `alone`:
-            this process calls it and no other one does.
+        norms: (model, cfg, names of the layers) → their activation norms, if the support needs any. If only process 0
+            has weights, no other one calls it.
 
     Raises:
         ValueError: a name or number in the YAML matches nothing, or there is no such adapter of this model.
@@ -96,14 +97,13 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
     config = adapter_config(model, cfg)
     budgets = layer_budgets(model, config)
     check_all_matched(cfg, model, budgets)
-    # Then process 0 alone holds weights to choose from, and FSDP sends them to the others when it shards.
-    alone = bool(cfg.fsdp_config and cfg.fsdp_config.cpu_ram_efficient_loading)
-    if alone and not processes.is_first:
+    first_chooses = engine_of(cfg).only_first_has_weights
+    if first_chooses and not processes.is_first:
         config.support = "saved"
     elif config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
-        config.activation_norms = norms(model, cfg, list(budgets), alone=alone)
+        config.activation_norms = norms(model, cfg, list(budgets))
     if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
-        # What FSDP is to shard waits on the CPU, which chooses slowly.
+        # A base that is to be sharded may still lie on the CPU, which chooses slowly.
         config.support_device = cfg.device
     seed = seed_of(cfg)
     # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
@@ -112,7 +112,7 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
         adapted = get_peft_model(model, config)
     if axolotl_compat.draws_lora_by_name():
         _draw_by_name(adapted, seed)
-    if alone:
+    if first_chooses:
         _use_supports_of_process_0(adapted, processes)
     return adapted
 

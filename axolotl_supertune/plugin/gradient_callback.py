@@ -75,7 +75,7 @@ class ChooseByGradient(TrainerCallback):
         if not layers:
             return
         start = time.perf_counter()
-        with self._processes.together("choosing the supports by gradient"), _seeded(self._seed):
+        with self._processes.synchronized("choosing the supports by gradient"), _seeded(self._seed):
             batches = self._batches(config.gradient_batches)
             choose_supports(
                 self._trainer.model,

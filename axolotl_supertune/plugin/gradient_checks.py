@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..engines import engine_of
+
 # Key → why; the remedy is the same for all.
 _REFUSED: dict[str, str] = {
-    "fsdp_config": "a process holds a part of every weight, and so of every gradient",
-    "deepspeed": "it was not tried",
     "fp16": "gradients underflow in fp16 without the scale that training finds as it goes; bf16: true needs none",
-    "torch_compile": "it was not tried",
+    "torch_compile": "it was not tested",
     "streaming": "the batches are drawn from a training set that is there as a whole",
     "pretraining_dataset": "the batches are drawn from a training set that is there as a whole",
 }
@@ -28,7 +28,9 @@ def check(cfg: Mapping[str, Any], has_sparse_part: bool) -> None:
                 "LoRA: there is no sparse part to begin after it; drop it."
             )
         return
-    for key, reason in _REFUSED.items():
+    engine = engine_of(cfg)
+    by_engine = {engine.key: engine.gradient_refusal} if engine.key and engine.gradient_refusal else {}
+    for key, reason in (by_engine | _REFUSED).items():
         if cfg.get(key):
             # Mappings and lists are long, and whether they are there is what matters.
             value = f": {cfg[key]}" if isinstance(cfg[key], str | bool | int) else ""

@@ -1,6 +1,5 @@
 """The Axolotl plugin: thin hooks that calibrate, adapt the model, and guard against an adapter nobody trained."""
 
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,10 @@ import torch
 from axolotl.integrations.base import AdapterCapabilities, BasePlugin
 from axolotl.utils.logging import get_logger
 from peft import PeftConfig
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
-from ..engines import checks, zero3_base
-from ..engines.processes import Processes
-from ..engines.zero3_base import gather_at_once
+from ..engines import engine_of, running_engine
+from ..engines.processes import Processes, check_processes_know_each_other, on_cpus
 from ..method.activation_norms import ActivationNorms
 from ..method.calibration_data import TRAINING_SET
 from ..tuner.base_model import read_parameter
@@ -48,7 +45,7 @@ class SupertunePlugin(BasePlugin):
         self._awaits_gradient = False
         self._resumes: Path | None = None
         # What the YAML says, while the base is loaded with something else.
-        self._deepspeed: Any = None
+        self._replaced: dict[str, Any] = {}
         # `axolotl supertune calibrate`: the text is read whatever there is to resume.
         self.calibrates_only = False
         # `axolotl supertune plan`: the machine that trains is another one.
@@ -65,7 +62,7 @@ class SupertunePlugin(BasePlugin):
             # YAML, before it says merge_lora), and under ZeRO-3 load a base without weights.
             cfg["deepspeed"] = None
         if not self.plans_only:
-            checks.check_deepspeed_is_installed(cfg)
+            engine_of(cfg).check_installed()
         trained = Path(cfg.get("output_dir") or ".")
         if self._inference or cfg.get("merge_lora"):
             check_not_the_start(cfg, trained)
@@ -96,27 +93,26 @@ class SupertunePlugin(BasePlugin):
         if cfg.adapter not in validation.ADAPTERS:
             return
         self._processes = _processes()
-        if checks.is_zero3(cfg) and cfg.torch_dtype is torch.bfloat16:
-            # zero.Init takes the base's dtype from here and from nothing else; training does not, see `_keep_fp32`.
-            self._deepspeed = cfg.deepspeed
-            cfg.deepspeed = {**checks.deepspeed_config(cfg.deepspeed), "bf16": {"enabled": True}}
+        replacements = engine_of(cfg).loading_keys(cfg.torch_dtype)
+        self._replaced = {key: cfg[key] for key in replacements}
+        cfg.update(replacements)
         # Where one process failed on its own the others would wait for it to load its part of a base.
-        with self._processes.together("reading the base model's config"):
+        with self._processes.synchronized("reading the base model's config"):
             model_config = axolotl_compat.load_model_config(cfg)
             quantized_base.complete(cfg, model_config)
             new = self.calibrates_only or is_new(cfg)
             if new and not self.calibrates_only and axolotl_compat.is_evaluating():
                 raise ValueError(untrained(cfg.output_dir))
-        with self._processes.together("making a new adapter" if new else "reading a trained adapter"):
+        with self._processes.synchronized("making a new adapter" if new else "reading a trained adapter"):
             pass  # leaves with an error where they do not all do the same
         if not new:
             return
         if cfg.calibration_path:
-            with self._processes.together("reading calibration_path"):
+            with self._processes.synchronized("reading calibration_path"):
                 norms = ActivationNorms.load(cfg.calibration_path)
                 validation.check_provenance(cfg, norms.provenance, max_positions(model_config))
         elif validation.may_need_norms(cfg):
-            with self._processes.together("reading the calibration text"):
+            with self._processes.synchronized("reading the calibration text"):
                 if cfg.calibration_dataset == TRAINING_SET:
                     # Here and not in process 0 alone: Axolotl's own loading asks all of them.
                     self._windows = windows_of_records(cfg, model_config)
@@ -126,13 +122,14 @@ class SupertunePlugin(BasePlugin):
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized, or a sharded one."""
         if cfg.adapter in validation.ADAPTERS:
-            if self._deepspeed is not None:
-                cfg.deepspeed, self._deepspeed = self._deepspeed, None
+            cfg.update(self._replaced)
+            self._replaced = {}
             quantized_base.prepare(cfg, model)
-            if checks.is_zero3(cfg):
+            engine = engine_of(cfg)
+            if engine.shards_while_loading:
                 assert self._processes is not None, "pre_model_load came first"
-                with self._processes.together("preparing the base model"):
-                    zero3_base.put_right(model, cfg.torch_dtype)
+                with self._processes.synchronized("preparing the base model"):
+                    engine.restore_buffers(model, cfg.torch_dtype)
 
     def load_adapter(
         self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False
@@ -145,7 +142,7 @@ class SupertunePlugin(BasePlugin):
         if self.calibrates_only:
             return model, None
         processes = self._processes = self._processes or _processes()
-        with processes.together("loading the adapter"):
+        with processes.synchronized("loading the adapter"):
             model = self._load_adapter(model, cfg, inference)
             check_same_everywhere(model, processes)
         # Axolotl writes the config into output_dir before training begins: beside the weights of an earlier run, which
@@ -160,9 +157,8 @@ class SupertunePlugin(BasePlugin):
         trained = cfg.lora_model_dir or checkpoint
         self._untrained = not trained
         if checkpoint:
-            zero = checks.deepspeed_config(cfg.deepspeed)["zero_optimization"] if cfg.deepspeed else None
             world = self._processes.world if self._processes else 1
-            check_resume(cfg, checkpoint, adapter_config(model, cfg), world, zero)
+            check_resume(cfg, checkpoint, adapter_config(model, cfg), engine_of(cfg, world))
         if trained:
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
         else:  # a branch of its own: this one calibrates
@@ -186,17 +182,9 @@ class SupertunePlugin(BasePlugin):
                 "of the model the adapter does not follow: run one process per GPU (axolotl train CONFIG --launcher "
                 f"accelerate -- --num_processes {trainer.args.n_gpu}), or one GPU (CUDA_VISIBLE_DEVICES=0)."
             )
-        fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-        if fsdp is not None:
-            # With bf16 Accelerate would gather U, L and R in bf16 and round their gradients; the base is bf16 already.
-            fsdp.mixed_precision_policy = replace(
-                fsdp.mixed_precision_policy or MixedPrecisionPolicy(), param_dtype=None, reduce_dtype=torch.float32
-            )
+        # Here and not in `post_trainer_create`, which `axolotl evaluate` does not call.
+        running_engine(cfg, trainer).prepare_trainer(trainer)
         assert self._processes is not None, "load_adapter came first"
-        if cfg.deepspeed:
-            _keep_fp32(trainer)
-            if checks.is_zero3(cfg):
-                gather_at_once(trainer.model)
         callbacks = [RequireAllTrained(), RequireFp32(), CheckSaves(self._processes, self._resumes)]
         cost = None
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
@@ -217,18 +205,16 @@ class SupertunePlugin(BasePlugin):
         self._finished = True
         model.peft_config["default"].values_dtype = cfg.values_dtype
 
-    def _norms(self, model: Any, cfg: Any, layers: list[str], *, alone: bool) -> ActivationNorms:
+    def _norms(self, model: Any, cfg: Any, layers: list[str]) -> ActivationNorms:
         if cfg.calibration_path:
             norms = ActivationNorms.load(cfg.calibration_path)
             norms.check_model(model, f"calibration_path: the norms in {cfg.calibration_path}", read=read_parameter)
             self._calibrated = f"read from {cfg.calibration_path}"
             return norms
-        # What FSDP is to shard waits on the CPU, and may be too large for one device.
-        stream = bool(cfg.fsdp_config) and model.device.type == "cpu"
-        norms, seconds = self.measured_norms(model, cfg, layers, stream=stream, alone=alone)
+        norms, seconds = self.measured_norms(model, cfg, layers)
         processes = self._processes
         assert processes is not None
-        several = processes.world > 1 and not alone
+        several = processes.world > 1 and not engine_of(cfg).only_first_has_weights
         self._calibrated = f"{seconds:.1f} s" + (f" in {processes.world} processes" if several else "")
         path = Path(cfg.output_dir) / NORMS_FILE
         if processes.is_first:
@@ -237,37 +223,13 @@ class SupertunePlugin(BasePlugin):
         return norms
 
     def measured_norms(
-        self, model: Any, cfg: Any, layers: list[str], *, stream: bool = False, alone: bool = False
+        self, model: Any, cfg: Any, layers: list[str], *, stream: bool = False
     ) -> tuple[ActivationNorms, float]:
         """Norms on the windows of `pre_model_load`, and the seconds that they took: `new_adapter.measured_norms`."""
         windows, processes = self._windows, self._processes
         if windows is None or processes is None:
             raise RuntimeError("no calibration windows were drawn: pre_model_load did not run before load_adapter.")
-        return measured_norms(model, cfg, layers, windows, processes, stream=stream, alone=alone)
-
-
-def _keep_fp32(trainer: Any) -> None:
-    """Have DeepSpeed compute in bf16 under autocast, as one GPU does, and leave U, L and R in fp32.
-
-    Its own bf16 mode casts the whole model, and a config without a word about bf16 would get it from Accelerate.
-
-    Raises:
-        ValueError: DeepSpeed is not what trains.
-    """
-    state = trainer.accelerator.state
-    if getattr(state, "deepspeed_plugin", None) is None:
-        raise ValueError(
-            "deepspeed: this run would train without it, on the CPU. Remove the key, or unset ACCELERATE_USE_CPU."
-        )
-    config = state.deepspeed_plugin.deepspeed_config
-    config["bf16"] = {"enabled": False}
-    # No kind of module has its gradients reduced in bf16.
-    config["torch_autocast"] = {
-        "enabled": bool(trainer.args.bf16),
-        "dtype": "bfloat16",
-        "lower_precision_safe_modules": [],
-    }
-    config.setdefault("gradient_clipping", trainer.args.max_grad_norm or 0.0)  # else max_grad_norm would do nothing
+        return measured_norms(model, cfg, layers, windows, processes, stream=stream)
 
 
 def _processes() -> Processes:
@@ -278,8 +240,8 @@ def _processes() -> Processes:
     """
     seconds = axolotl_compat.process_timeout()
     axolotl_compat.init_distributed_state()
-    if checks.on_cpus() and not torch.distributed.is_initialized():
+    if on_cpus() and not torch.distributed.is_initialized():
         # Accelerate would do the same, but only when the Trainer is made.
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    checks.check_processes_know_each_other(torch.distributed.is_initialized())
+    check_processes_know_each_other(torch.distributed.is_initialized())
     return Processes(seconds, f"{axolotl_compat.TIMEOUT_VARIABLE}=SECONDS waits longer.")

@@ -3,14 +3,13 @@ agrees with it."""
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import torch
 from axolotl.utils.logging import get_logger
 
+from ..engines.engine import Engine
 from ..tuner import SupraConfig
 from ..tuner.base_digest import same_weights
 from .load import RUN_FIELDS, _differences, _read_config
@@ -19,9 +18,7 @@ LOG = get_logger(__name__)
 CHECKPOINT_FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer_state.json")
 
 
-def check_resume(
-    cfg: Any, checkpoint: str, asked: SupraConfig, processes: int = 1, zero: Mapping[str, Any] | None = None
-) -> None:
+def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, engine: Engine) -> None:
     """Refuse a checkpoint that is incomplete, whose run was another one than the YAML describes, or whose optimizer
     state this run cannot load.
 
@@ -29,8 +26,7 @@ def check_resume(
         cfg: the YAML.
         checkpoint: the folder that is resumed.
         asked: the adapter that the YAML describes.
-        processes: how many train.
-        zero: the `zero_optimization` of DeepSpeed's config, if that trains.
+        engine: what trains, with the number of its processes.
 
     Raises:
         ValueError: names the file or the key, and the remedy.
@@ -47,7 +43,7 @@ def check_resume(
             f"resume_from_checkpoint: {checkpoint} is incomplete, it has no {missing[0]}; the run probably stopped "
             "while writing it. Delete it to resume from the one before."
         )
-    _check_optimizer(zero, folder, processes)
+    engine.check_optimizer_state(folder)
     _check_sparse_lr(cfg, folder)
     saved = _read_config(checkpoint, "resume_from_checkpoint", cfg.adapter)
     differs = _differences(saved, asked, "the YAML says", (*RUN_FIELDS, "base_quantization"))
@@ -100,30 +96,6 @@ def _calibrated_otherwise(cfg: Any, saved: SupraConfig, asked: SupraConfig) -> s
     return ", ".join(found)
 
 
-def _check_optimizer(zero: Mapping[str, Any] | None, folder: Path, processes: int) -> None:
-    """The Trainer itself goes on without the optimizer's and the scheduler's state where it finds one of them missing,
-    at the first step's learning rate, and DeepSpeed says little of what it cannot load."""
-    ranks = {int(path.name.split("_")[3]): path for path in folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt")}
-    if zero and not ranks:
-        raise ValueError(
-            f"resume_from_checkpoint: {folder} has no optimizer state of DeepSpeed, so it was written without it. "
-            "Remove deepspeed to resume it."
-        )
-    anew = f"start anew from its adapter: lora_model_dir: {folder}"
-    if ranks and not zero:
-        raise ValueError(
-            f"resume_from_checkpoint: the optimizer state in {folder} is DeepSpeed's. Set deepspeed as in that run "
-            f"and start {len(ranks)} processes to resume it, or {anew}."
-        )
-    if not zero and not (list(folder.glob("optimizer*")) and (folder / "scheduler.pt").is_file()):
-        raise ValueError(
-            f"resume_from_checkpoint: {folder} has no state of the optimizer and of its schedule, which "
-            f"save_only_model: true leaves out; going on would begin the schedule anew. To do that, {anew}."
-        )
-    if ranks and zero:
-        _check_deepspeed_parts(zero, folder, ranks, processes, anew)
-
-
 def _check_sparse_lr(cfg: Any, folder: Path) -> None:
     """The optimizer's groups of parameters; what loads them knows their number, and not why."""
     card = folder / "README.md"
@@ -138,44 +110,3 @@ def _check_sparse_lr(cfg: Any, folder: Path) -> None:
             f"{had.group(1) if had else 'none'}: its optimizer state has the groups of parameters, and their rates, of "
             f"that. Set it back to resume, or start anew from its adapter: lora_model_dir: {folder}."
         )
-
-
-def _check_deepspeed_parts(
-    zero: Mapping[str, Any], folder: Path, ranks: dict[int, Path], processes: int, anew: str
-) -> None:
-    # How many parts there were a lost one does not say; but every process leaves its generators' state, too.
-    parts = max(len(list(folder.glob("rng_state*.pth"))), max(ranks) + 1)
-    if parts != processes:
-        raise ValueError(
-            f"resume_from_checkpoint: the optimizer state in {folder} is in {parts} parts, one a process, and "
-            f"DeepSpeed loads it in as many only; these are {processes}. Start {parts}."
-        )
-    step = next(iter(ranks.values())).parent
-    wanted = [folder / "latest", *(step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(parts))]
-    # ZeRO-1 and ZeRO-2 write, and read, one file for all processes.
-    shared = step / "mp_rank_00_model_states.pt"
-    of_ranks = [step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(parts)]
-    by_zero3 = any(path.is_file() for path in of_ranks)
-    wanted += of_ranks if by_zero3 else [shared]
-    missing = [path for path in wanted if not path.is_file()]
-    if missing:
-        raise ValueError(
-            f"resume_from_checkpoint: {folder} is incomplete, it has no {missing[0].relative_to(folder)}, a part of "
-            f"DeepSpeed's state. Delete it to resume from the one before, or {anew}."
-        )
-    if by_zero3 != (zero["stage"] == 3):
-        raise ValueError(
-            f"resume_from_checkpoint: {folder} was written under {'ZeRO-3' if by_zero3 else 'ZeRO-1 or ZeRO-2'}, and "
-            f"deepspeed says zero_optimization.stage: {zero['stage']}, which reads another layout. Set it to "
-            f"{'3' if by_zero3 else '1 or 2'} to resume, or {anew}."
-        )
-    if by_zero3:
-        # Mapped: of a file that holds tensors of any size the few bytes of its config are read.
-        written = torch.load(wanted[1], map_location="cpu", weights_only=False, mmap=True)["ds_config"]
-        key, none = "sub_group_size", 10**9
-        was, asked = (each.get(key, none) for each in (written["zero_optimization"], zero))
-        if "auto" not in (was, asked) and int(float(was)) != int(float(asked)):
-            raise ValueError(
-                f"resume_from_checkpoint: the optimizer state in {folder} is in groups of zero_optimization.{key}: "
-                f"{was}, and deepspeed says {asked}. Set it back to resume, or {anew}."
-            )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..engines import checks
+from ..engines import engine_of
 from ..method.calibration_data import TRAINING_SET
 from ..ops.dispatch import described
 from ..tuner import SupraLayer, budget_table
@@ -37,9 +37,9 @@ def kernels(model: Any, cfg: Any) -> str:
         how = "the gradient of U alone; quantized weights are dequantized in every pass"
         return f"{described(device, dtype, rank=0)} ({how})"
     rank = max(budget.rank for layer in dense for budget in layer.supra_budget.values())
-    gathers = "FSDP" if cfg.fsdp_config else "DeepSpeed" if checks.is_zero3(cfg) else None
-    where = f"; {gathers} gathers the weights in every pass" if gathers else ""
-    return described(device, dtype, rank) + where
+    gathers = engine_of(cfg).gathers_by
+    gathering = f"; {gathers} gathers the weights in every pass" if gathers else ""
+    return described(device, dtype, rank) + gathering
 
 
 def training(cfg: Any) -> tuple[dict[str, str], list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import BitsAndBytesConfig
 
-from ..engines import checks
+from ..engines import engine_of
 from ..method.calibration_data import (
     C4_DATASET,
     DEFAULT_SAMPLES,
@@ -273,7 +273,7 @@ def _check_modes(cfg: Config) -> None:
             f"optimizer: {cfg['optimizer']} updates matrices only and would leave the sparse values untrained; use "
             "adamw_torch_fused."
         )
-    checks.check(cfg)
+    engine_of(cfg).check(cfg)
 
 
 def _set_quantization(cfg: Config) -> None:
@@ -304,11 +304,6 @@ def _set_quantization(cfg: Config) -> None:
             )
     if not asked:
         return
-    if cfg.get("fsdp_config"):
-        raise ValueError(
-            f"{asked[0]}: true was not tried with FSDP2, which would shard packed codes; remove fsdp_config (DDP keeps "
-            "the quantized base on every GPU) or load the base in bf16."
-        )
     overrides = dict(cfg.get("overrides_of_model_kwargs") or {})
     placeholder = {asked[0]: True}
     if overrides.get("quantization_config") not in (None, placeholder):

@@ -1,7 +1,7 @@
 """The file of an adapter: written by PEFT's save_pretrained, in the newest format and whole or not at all; read in all.
 
 Only files are packed. A model's state dict holds plain tensors, so that whatever gathers, shards or broadcasts state
-dicts (FSDP, accelerate, torch's checkpoints) sees the shapes and dtypes that the modules have.
+dicts (accelerate, torch's checkpoints, engines that shard) sees the shapes and dtypes that the modules have.
 """
 
 import functools

@@ -39,7 +39,7 @@ class Guard:
             names = ("training", "_disable_adapters", "merged_adapters")
             self._entries += [(own, name, own[name]) for name in names]
             base = module.base_layer
-            # DeepSpeed's ZeRO-3 replaces the layer's table of parameters.
+            # An engine may replace the layer's table of parameters when it shards the model.
             self._entries += [(module._modules, "base_layer", base), (vars(base), "_parameters", base._parameters)]
             stores = (module.supra_values, module.supra_L, module.supra_R, module.supra_indices)
             tables = [base._parameters]

@@ -323,7 +323,7 @@ class SupraLayer(BaseTunerLayer):
         store = name.partition(".")[0]
         own = getattr(self, store)[adapter]
         here, there = tuple(shape_of(own)), tuple(shape_of(tensor))
-        # Of its own checkpoints ZeRO-3 loads the parts elsewhere, and brings emptied parameters here.
+        # An engine that loads its shards itself passes emptied parameters here.
         if here != there and (is_whole(own) or there != (0,)):
             raise ValueError(
                 f"{self.supra_layer}: {store} has shape {there} in the checkpoint and {here} in adapter {adapter!r}: "

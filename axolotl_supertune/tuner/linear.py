@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..engines.sharding import gathered_weight, is_gathered, is_sharded, is_whole
+from ..engines.sharding import SHARDING_CALLS, gathered_weight, is_gathered, is_sharded, is_whole
 from ..method.sizes import padded_rank
 from ..ops import LowRank, Sparse, compute_dtype, sparse_linear, takes_kernels
 from ..ops.dispatch import requested, takes_sampled_products, unsupported_tensor_reason
@@ -249,7 +249,7 @@ class SupraLinear(nn.Module, SupraLayer):
         return x.device.type == "cuda" or requested() == "triton"
 
     def _is_sharded(self) -> bool:
-        """Whether the weight or an adapter of this layer is sharded; FSDP can be told to leave out either."""
+        """Whether the weight or an adapter of this layer is sharded; an engine can be told to leave out either."""
         return any(is_sharded(store) for store in (self.base_layer, self.supra_values, self.supra_L, self.supra_R))
 
     def _new_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
@@ -284,8 +284,8 @@ class SupraLinear(nn.Module, SupraLayer):
         if any(slot.written for slot in self._slots.values()):
             raise RuntimeError(
                 f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
-                "weights, and the shards hold them now. Call model.state_dict() before fully_shard, or "
-                "deepspeed.initialize: it puts the weights back."
+                f"weights, and the shards hold them now. Call model.state_dict() before {SHARDING_CALLS}: it puts the "
+                "weights back."
             )
 
     def _written_slot(

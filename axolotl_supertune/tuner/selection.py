@@ -157,7 +157,7 @@ def _beta(config: SupraConfig) -> float:
 def _weight(layer: Any, otherwise: torch.dtype, config: SupraConfig) -> Tensor:
     """What the scores are computed from, where supports are chosen: the weight, dequantized where it is quantized.
 
-    Where ZeRO-3 shards the model it is gathered, so all processes choose the supports of all layers, in one order.
+    A sharded weight is gathered, so all processes choose the supports of all layers, in one order.
     """
     weight = sharding.whole(layer.weight)
     if bnb.bits(layer) is not None and not weight.is_meta:

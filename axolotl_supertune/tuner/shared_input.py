@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..engines.sharding import is_by_zero3, is_gathered, is_sharded
+from ..engines.sharding import gathers_by_hooks, is_gathered, is_sharded
 from .guards import Guard, guard_together
 from .linear import SupraLinear
 
@@ -76,15 +76,15 @@ class SharedInput:
         if not same_objects([self._parent._modules.get(name) for name in self._names], self._members):
             self.dissolve()  # a member was taken out by hand
             return None
-        # ZeRO-3 gathers by hooks: where layers have their own, siblings may be empty, and a look would gather them.
-        if any(is_by_zero3(member.base_layer) and has_hooks(member) for member in self._members):
+        # If hooks of its own gather each layer, siblings may be empty now, and reading them here would gather them.
+        if any(gathers_by_hooks(member.base_layer) and has_hooks(member) for member in self._members):
             self.dissolve()
             return None
         layers = []
         for member in self._members:
             layer = member.cached_layer(x)
             if layer is None:
-                # Where FSDP gathers each of them apart it will not be otherwise next time.
+                # An engine that gathers each layer separately will do so in the next forward too.
                 if is_sharded(member.base_layer) and not is_gathered(member.base_layer):
                     self.dissolve()
                 return None

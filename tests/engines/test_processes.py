@@ -35,7 +35,7 @@ def run(tmp_path):
 
 
 def everything(processes, store):
-    with processes.together("adding up"):
+    with processes.synchronized("adding up"):
         total = processes.sum(torch.tensor([0.1, 1e16, -1.0], dtype=torch.float64) * (processes.rank + 1))
         ranks = processes.gather(processes.rank)
         calls = []
@@ -63,7 +63,7 @@ def test_alone_it_is_one_process():
     assert (ranks, made, calls, first) == ([0], "made once", 1, True)
     assert total.tolist() == [0.1, 1e16, -1.0]
     assert torch.equal(content, torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(KeyError), Processes(1.0, "").together("alone"):
+    with pytest.raises(KeyError), Processes(1.0, "").synchronized("alone"):
         raise KeyError("own error")
 
 
@@ -79,7 +79,7 @@ def test_an_error_in_one_is_an_error_in_all(run, failing):
 
 
 def _failing(processes, failing):
-    with processes.together("calibrating"):
+    with processes.synchronized("calibrating"):
         if processes.rank == failing:
             raise ValueError("no memory")
         processes.sum(torch.ones(2).double())
@@ -98,7 +98,7 @@ FAILING = [first_fails, second_fails]
 
 
 def second_is_elsewhere(processes, store):
-    with processes.together("calibrating" if processes.rank == 0 else "loading a checkpoint"):
+    with processes.synchronized("calibrating" if processes.rank == 0 else "loading a checkpoint"):
         pass
 
 
@@ -113,7 +113,7 @@ def second_comes_too_late(processes, store):
     if processes.rank == 1:
         store.wait(["first gave up"])
     try:
-        with processes.together("calibrating"):
+        with processes.synchronized("calibrating"):
             pass
     finally:
         if processes.rank == 0:
@@ -132,7 +132,7 @@ def second_dies(processes, store):
         torch.save(("died", ""), os.environ["DEATH_NOTE"])
         store.set("done 1", "yes")
         os._exit(0)
-    with processes.together("calibrating"):
+    with processes.synchronized("calibrating"):
         processes.gather(0)
 
 

@@ -75,7 +75,7 @@ def keeps_no_weight(rank, folder, settings):
         steps=STEPS,
     ):
         from axolotl_supertune.engines import sharding
-        from axolotl_supertune.engines.zero3_base import gather_at_once
+        from axolotl_supertune.engines.zero3 import gather_at_once
 
         model = base(torch.float32, checkpointing)
         before = {name: each.detach().clone() for name, each in model.named_parameters()}
@@ -173,7 +173,7 @@ def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypa
 def test_what_is_gathered_at_once_has_an_input_that_needs_a_gradient():
     from deepspeed.utils import z3_leaf_module
 
-    from axolotl_supertune.engines.zero3_base import gather_at_once
+    from axolotl_supertune.engines.zero3 import gather_at_once
 
     for transformed, marked in ((None, {1, 2, 3}), ([1, 3], {2, 3}), ([3], set())):
         knobs = {"layers_to_transform": transformed, "target_modules": ["q_proj", "down_proj"]}
@@ -210,7 +210,7 @@ def chooses(rank, folder):
     """Norms, supports and outputs of a model that no process holds, and how much of it was gathered at once."""
     from axolotl_supertune import calibrate
     from axolotl_supertune.engines.processes import Processes
-    from axolotl_supertune.engines.sharding import gathered
+    from axolotl_supertune.engines.zero3 import gathered
     from axolotl_supertune.method.activation_norms import model_fingerprint
     from axolotl_supertune.method.layerwise import gathered_in_turn
     from axolotl_supertune.tuner.base_model import read_parameter
@@ -303,16 +303,16 @@ def loads(rank, folder, dtype):
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from axolotl_supertune.engines import zero3_base
+    from axolotl_supertune.engines import zero3
 
     config = {**ZERO3, "train_batch_size": 2 * WORLD, "bf16": {"enabled": dtype is torch.bfloat16}}
     alive = HfDeepSpeedConfig(config)  # transformers holds no more than a weak reference
     found = {}
     for name in MODELS:
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)
-        assert zero3_base.by_zero3(model)
+        assert zero3.shards(model)
         state = torch.random.get_rng_state()
-        zero3_base.put_right(model, dtype)
+        zero3.restore_buffers(model, dtype)
         assert torch.random.get_rng_state().equal(state)
         found[name] = tensors_of(model)
     refused = []
@@ -325,7 +325,7 @@ def loads(rank, folder, dtype):
         else:
             type(model)._keep_in_fp32_modules_strict = {"layers.*.input_layernorm"}
         try:
-            zero3_base.put_right(model, torch.bfloat16)
+            zero3.restore_buffers(model, torch.bfloat16)
         except ValueError as error:
             refused.append(str(error))
     del alive

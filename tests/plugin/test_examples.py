@@ -39,7 +39,7 @@ def in_a_new_folder(tmp_path, monkeypatch):
     (tmp_path / "outputs/quickstart/calibration.txt").write_text("text")
     (tmp_path / "outputs/llama3-70b-supra-fsdp2").mkdir()
     (tmp_path / "outputs/llama3-70b-supra-fsdp2/norms.safetensors").write_text("calibrated beforehand")
-    monkeypatch.setattr("axolotl_supertune.engines.checks.installed", lambda package: "0.21.0")  # what FSDP2 asks for
+    monkeypatch.setattr("axolotl_supertune.engines.fsdp2.installed", lambda package: "0.21.0")  # what FSDP2 asks for
 
     def config_folder(name):
         folder = tmp_path / "config"
@@ -67,10 +67,10 @@ def test_an_example_is_a_valid_config(path, in_a_new_folder, monkeypatch):
     from axolotl.utils.config import validate_config
     from axolotl.utils.dict import DictDefault
 
-    from axolotl_supertune.engines import checks
+    from axolotl_supertune.engines.deepspeed import DeepSpeed
 
     # The YAML is looked at, not this machine.
-    monkeypatch.setattr(checks, "check_deepspeed_is_installed", lambda cfg: None)
+    monkeypatch.setattr(DeepSpeed, "check_installed", lambda self: None)
     raw = yaml.safe_load(path.read_text())
     raw["base_model"] = in_a_new_folder(raw["base_model"])
     # As on a GPU with bf16: load_cfg itself would ask this machine.

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from axolotl_supertune import SupraConfig, budget_table
 from axolotl_supertune.bench.job import model_config
+from axolotl_supertune.engines import engine_of
 from axolotl_supertune.method.budget import budget_rows, layer_budget
 from axolotl_supertune.method.calibration import default_layers
 from axolotl_supertune.method.sizes import DENSE_BYTES
@@ -25,7 +26,7 @@ from axolotl_supertune.plugin.plan.memory import (
     base_bytes,
     estimate,
 )
-from axolotl_supertune.plugin.plan.workload import Calibration, Engine, GradientPass, Step
+from axolotl_supertune.plugin.plan.workload import Calibration, GradientPass, Step
 from axolotl_supertune.tuner import SupraLayer
 
 BENCH = Path(__file__).parents[2] / "examples/bench"
@@ -234,36 +235,49 @@ def part(found, name):
     return found.parts.get(name, 0)
 
 
+def zero(stage, **more):
+    return {"deepspeed": {"zero_optimization": {"stage": stage, **more}}}
+
+
+def fsdp2(**more):
+    return {"fsdp_config": more}
+
+
 def test_engines_hold_what_they_shard(llama_8b):
     shape, sizes = llama_8b
     rows = rows_of(sizes, 0.8)
-    of = lambda name, **more: estimate(shape, rows, STEP, Engine(name, **more))  # noqa: E731
-    alone = of("one GPU")
-    whole = part(alone, "base weights")
+    of = lambda keys, gpus: estimate(shape, rows, STEP, engine_of(keys, gpus))  # noqa: E731
+    whole = part(of({}, 1), "base weights")
     trained = sum(row.total for row in rows)
-    assert part(of("DDP", gpus=4), "base weights") == whole
-    assert part(of("DDP", gpus=4), "reduction buckets") == 4 * trained
-    for name in ("FSDP2", "ZeRO-3"):
-        assert part(of(name, gpus=4), "base weights") == whole / 4
-        assert part(of(name, gpus=4), "gathered weights") > 0
-        assert of(name, gpus=8).training < of(name, gpus=4).training
-        assert part(of(name, gpus=4, offloads_weights=True), "base weights") == 0
-    for name in ("ZeRO-1", "ZeRO-2"):
-        assert part(of(name, gpus=4), "base weights") == whole
-        assert part(of(name, gpus=4), "optimizer") == (8 + 4) * trained / 4
-        assert part(of(name, gpus=4, bucket=10), "reduction buckets") == 40
-        assert part(of(name, gpus=4, bucket=10, overlaps=True), "reduction buckets") == 80
-    assert part(of("FSDP2", gpus=4, keeps_gathered=True), "gathered weights") == whole
-    assert part(of("ZeRO-3", gpus=4, live=3 * 10**8), "gathered weights") == 2 * 3 * 10**8
-    assert part(of("ZeRO-3", gpus=4, live=10**6), "gathered weights") == 2 * shape.linear / 32, "one decoder layer"
-    assert part(of("ZeRO-3", gpus=1, live=10**9), "gathered weights") == 0, "one partition is the weight itself"
+    assert part(of({}, 4), "base weights") == whole
+    assert part(of({}, 4), "reduction buckets") == 4 * trained
+    offloads = {"device": "cpu"}
+    for keys, offloading in (
+        (fsdp2(wraps="blocks"), fsdp2(offload_params=True)),
+        (zero(3), zero(3, offload_param=offloads, offload_optimizer=offloads)),
+    ):
+        assert part(of(keys, 4), "base weights") == whole / 4
+        assert part(of(keys, 4), "gathered weights") > 0
+        assert of(keys, 8).training < of(keys, 4).training
+        assert part(of(offloading, 4), "base weights") == part(of(offloading, 4), "optimizer") == 0
+    for stage in (1, 2):
+        assert part(of(zero(stage), 4), "base weights") == whole
+        assert part(of(zero(stage), 4), "optimizer") == (8 + 4) * trained / 4
+        assert part(of(zero(stage, reduce_bucket_size=10), 4), "reduction buckets") == 40
+        assert part(of(zero(stage, reduce_bucket_size=10, overlap_comm=True), 4), "reduction buckets") == 80
+        assert part(of(zero(stage, reduce_bucket_size="auto"), 4), "reduction buckets") == 4 * shape.hidden**2
+    assert part(of(fsdp2(reshard_after_forward=False), 4), "gathered weights") == whole
+    for name in ("stage3_max_live_parameters", "max_live_parameters"):
+        assert part(of(zero(3, **{name: 3 * 10**8}), 4), "gathered weights") == 2 * 3 * 10**8
+        assert part(of(zero(3, **{name: 10**6}), 4), "gathered weights") == 2 * shape.linear / 32, "one decoder layer"
+    assert part(of(zero(3), 1), "gathered weights") == 0, "one partition is the weight itself"
 
 
 def test_calibration_under_zero_3_gathers_a_block_or_the_embeddings(llama_8b):
     shape, sizes = llama_8b
     of = lambda engine: estimate(shape, rows_of(sizes, 0.8), STEP, engine, Calibration(8, 2048)).calibration  # noqa: E731
-    whole, parts = of(Engine()), of(Engine("ZeRO-3", gpus=4))
-    weights = part(estimate(shape, rows_of(sizes, 0.8), STEP, Engine()), "base weights")
+    whole, parts = of(engine_of({}, 1)), of(engine_of(zero(3), 4))
+    weights = part(estimate(shape, rows_of(sizes, 0.8), STEP), "base weights")
     assert whole - parts == pytest.approx(weights * 3 / 4 - 128256 * 4096 * 2, rel=1e-3)
 
 

@@ -345,17 +345,17 @@ def test_a_mixture_of_experts_has_budgets_and_no_estimate(large, run, tmp_path):
 )
 def test_the_engine_of_a_config(changes, gpus, expected):
     engine = engine_of(changes, gpus)
-    assert (engine.name, engine.gpus) == expected
+    assert (engine.name, engine.processes) == expected
 
 
 def test_the_details_of_an_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert engine_of({}, None).gpus == 3
+    assert engine_of({}, None).processes == 3
     path = tmp_path / "zero.json"
     zero = {"stage": 2, "reduce_bucket_size": 1e6, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
     path.write_text(json.dumps({"zero_optimization": zero}))
     engine = engine_of({"deepspeed": str(path)}, 2)
-    assert (engine.bucket, engine.overlaps, engine.offloads_optimizer, engine.offloads_weights) == (
+    assert (engine.bucket(8), engine.overlaps, engine.offloads_optimizer, engine.offloads_weights) == (
         10**6,
         True,
         True,
@@ -363,7 +363,7 @@ def test_the_details_of_an_engine(tmp_path, monkeypatch):
     )
     assert engine_of({"fsdp_config": {"fsdp_offload_params": True}}, 2).offloads_weights
     assert engine_of({"fsdp_config": {"reshard_after_forward": False}}, 2).keeps_gathered
-    with pytest.raises(click.ClickException, match=r"stage 7"):
+    with pytest.raises(click.ClickException, match=r"stage: 7 is none of 0 to 3"):
         engine_of({"deepspeed": {"zero_optimization": {"stage": 7}}}, 2)
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from axolotl_supertune import ActivationNorms, SupraConfig
+from axolotl_supertune.engines import engine_of
 from axolotl_supertune.engines.processes import Processes
 from axolotl_supertune.plugin.resume import check_resume
 from axolotl_supertune.plugin.verify import adapter_tensors, check_same_everywhere, check_saved
@@ -297,8 +298,8 @@ def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
     asked = PeftConfig.from_pretrained(str(checkpoint))
 
     def resume(processes, stage=None, **more):
-        zero = {"stage": stage, **more} if stage else None
-        check_resume(DictDefault({"adapter": "supra"}), str(checkpoint), asked, processes, zero)
+        engine = {"deepspeed": {"zero_optimization": {"stage": stage, **more}}} if stage else {}
+        check_resume(DictDefault({"adapter": "supra"}), str(checkpoint), asked, engine_of(engine, processes))
 
     resume(2)
     with pytest.raises(ValueError, match=r"checkpoint-4 has no optimizer state of DeepSpeed.* Remove deepspeed"):

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from axolotl_supertune import SupertunePlugin
-from axolotl_supertune.engines.checks import check_processes_know_each_other, on_cpus
+from axolotl_supertune.engines.processes import check_processes_know_each_other, on_cpus
 from axolotl_supertune.plugin.validation import OWN_KEYS, SHARED_KEYS, method_config, prepare
 
 
@@ -136,15 +136,15 @@ def zero3(**more):
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
             {},
-            r"deepspeed: zero_optimization\.offload_optimizer: .*not tried, .* Remove it",
+            r"deepspeed: zero_optimization\.offload_optimizer: .*not tested, .* Remove it",
         ),
         ({"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}, {}, r"zero_quantized_gradients: True"),
-        (zero3(offload_param={"device": "cpu"}), {}, r"deepspeed: zero_optimization\.offload_param: .*not tried"),
-        (zero3(cpu_offload_param=True), {}, r"zero_optimization\.cpu_offload_param: True .*not tried"),
+        (zero3(offload_param={"device": "cpu"}), {}, r"deepspeed: zero_optimization\.offload_param: .*not tested"),
+        (zero3(cpu_offload_param=True), {}, r"zero_optimization\.cpu_offload_param: True .*not tested"),
         (zero3(zero_quantized_weights=True), {}, r"zero_quantized_weights: True .*rounds what is trained"),
         (zero3(zero_quantized_nontrainable_weights=True), {}, r"nontrainable_weights: True .*rounds the base"),
-        (zero3(zero_hpz_partition_size=2), {}, r"zero_hpz_partition_size: 2 .*not tried"),
-        (zero3(mics_shard_size=2), {}, r"mics_shard_size: 2 .*not tried"),
+        (zero3(zero_hpz_partition_size=2), {}, r"zero_hpz_partition_size: 2 .*not tested"),
+        (zero3(mics_shard_size=2), {}, r"mics_shard_size: 2 .*not tested"),
         (zero3(stage3_module_granularity_threshold=9), {}, r"granularity_threshold: 9 .*before they are there"),
         (zero3(leaf_module={"classes": ["LlamaMLP"]}), {}, r"leaf_module: .*before they are there"),
         (zero3(stage3_use_all_reduce_for_fetch_params=True), {}, r"fetch_params: True .*of one dtype"),
@@ -154,7 +154,7 @@ def zero3(**more):
         (
             zero3(),
             {"mask_score": "gradient", "sparse_direction": "top"},
-            r"^deepspeed does not work with mask_score: gradient: it was not tried",
+            r"^deepspeed does not work with mask_score: gradient: it was not tested",
         ),
         ({**ZERO2, "communication_data_type": "bf16"}, {}, r"communication_data_type: bf16 rounds the gradients"),
         ({**ZERO2, "data_types": {"grad_accum_dtype": "bf16"}}, {}, r"data_types\.grad_accum_dtype: bf16 rounds"),
@@ -263,17 +263,17 @@ FSDP2 = {"reshard_after_forward": True, "transformer_layer_cls_to_wrap": "LlamaD
         ({"fsdp_config": {**FSDP2, "final_state_dict_type": "SHARDED_STATE_DICT"}}, r"final_state_dict_type: SHARDED"),
         ({"fsdp_config": {**FSDP2, "offload_params": True}}, r"fsdp_config\.offload_params: true keeps supports"),
         ({"fsdp_config": {**FSDP2, "fsdp_offload_params": True}}, r"fsdp_config\.offload_params: true keeps supports"),
-        ({"fsdp_config": FSDP2, "torch_compile": True}, r"torch_compile: true was not tried with FSDP2"),
-        ({"fsdp_config": FSDP2, "dp_replicate_size": 2}, r"dp_replicate_size: 2 was not tried"),
-        ({"fsdp_config": FSDP2, "load_in_4bit": True}, r"load_in_4bit: true was not tried with FSDP2"),
-        ({"fsdp_config": FSDP2, "load_in_8bit": True}, r"load_in_8bit: true was not tried with FSDP2"),
+        ({"fsdp_config": FSDP2, "torch_compile": True}, r"torch_compile: true was not tested with FSDP2"),
+        ({"fsdp_config": FSDP2, "dp_replicate_size": 2}, r"dp_replicate_size: 2 was not tested"),
+        ({"fsdp_config": FSDP2, "load_in_4bit": True}, r"load_in_4bit: true was not tested with FSDP2"),
+        ({"fsdp_config": FSDP2, "load_in_8bit": True}, r"load_in_8bit: true was not tested with FSDP2"),
         ({"fsdp": ["full_shard"], "fsdp_config": FSDP2}, r"fsdp: \['full_shard'\] is how FSDP1 was configured"),
         ({"fsdp": ["full_shard"]}, r"is how FSDP1 was configured"),
     ],
     ids=str,
 )
 def test_what_fsdp2_cannot_do_is_refused(monkeypatch, changes, message):
-    monkeypatch.setattr("axolotl_supertune.engines.checks.installed", lambda package: "0.21.0")
+    monkeypatch.setattr("axolotl_supertune.engines.fsdp2.installed", lambda package: "0.21.0")
     with pytest.raises(ValueError, match=message):
         prepare(
             {"adapter": "supra", "supra_lambda": 1, "fsdp_version": 2, **changes}, KNOWN | {"torch_compile", "fsdp"}
@@ -282,10 +282,10 @@ def test_what_fsdp2_cannot_do_is_refused(monkeypatch, changes, message):
 
 def test_fsdp2_is_taken_from_axolotl_0_21_on(monkeypatch):
     cfg = {"adapter": "supra", "supra_lambda": 1, "fsdp_version": 2, "fsdp_config": dict(FSDP2)}
-    monkeypatch.setattr("axolotl_supertune.engines.checks.installed", lambda package: "0.19.0")
+    monkeypatch.setattr("axolotl_supertune.engines.fsdp2.installed", lambda package: "0.19.0")
     with pytest.raises(ValueError, match=r"FSDP2 does not work with adapter: supra under Axolotl 0\.19\.0: "):
         prepare(cfg, KNOWN)
-    monkeypatch.setattr("axolotl_supertune.engines.checks.installed", lambda package: "0.21.0")
+    monkeypatch.setattr("axolotl_supertune.engines.fsdp2.installed", lambda package: "0.21.0")
     prepare(cfg, KNOWN)
     prepare(cfg, KNOWN)
     assert cfg["fsdp_config"] == {**FSDP2, "state_dict_type": "FULL_STATE_DICT"}
@@ -295,6 +295,7 @@ def test_fsdp2_keeps_the_adapter_in_fp32():
     from types import SimpleNamespace
 
     import torch
+    from axolotl.utils.dict import DictDefault
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from axolotl_supertune import SupertunePlugin
@@ -307,7 +308,7 @@ def test_fsdp2_keeps_the_adapter_in_fp32():
     )
     plugin = SupertunePlugin()
     plugin._processes = Processes(1.0, "")
-    plugin.add_callbacks_post_trainer(SimpleNamespace(adapter="supra", deepspeed=None), trainer)
+    plugin.add_callbacks_post_trainer(DictDefault(adapter="supra"), trainer)
     assert (fsdp.mixed_precision_policy.param_dtype, fsdp.mixed_precision_policy.reduce_dtype) == (None, torch.float32)
 
 

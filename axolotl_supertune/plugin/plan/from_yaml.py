@@ -1,16 +1,15 @@
 """The job that a YAML and its model describe: shape, micro batch and engine, as `memory` takes them."""
 
-import os
 from collections.abc import MutableMapping
-from dataclasses import replace
 from typing import Any
 
 import click
 
-from .workload import Attention, Base, Calibration, Checkpointing, Engine, GradientPass, Job, Layers, Loss, Shape, Step
+from ... import engines
+from ...engines.engine import Engine
+from .workload import Attention, Base, Calibration, Checkpointing, GradientPass, Job, Layers, Loss, Shape, Step
 
 _VARLEN = (2, 10)  # PyTorch's own attention over packed sequences
-_AUTO = -1  # filled in when the model is known
 # Whose activations were compared, block by block, with the estimate's.
 CHECKED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -38,9 +37,6 @@ def job_of(cfg: Any, method: Any, model: Any, text: Any, engine: Engine, tokens:
         if cfg["calibration_dataset"] == TRAINING_SET:
             length = min(length, cfg.get("sequence_len") or length)  # no record is longer
         calibration = Calibration(min(cfg["calibration_batch_size"], cfg["calibration_samples"]), length)
-    # DeepSpeed's `auto`, as transformers fills it in.
-    if engine.bucket == _AUTO:
-        engine = replace(engine, bucket=shape.hidden**2)
     step = step_of(cfg, shape, engine, _hidden_act(text), tokens, notes)
     gradient = None
     if method.by_gradient and has_sparse_part(cfg):
@@ -52,56 +48,14 @@ def engine_of(raw: MutableMapping[str, Any], gpus: int | None) -> Engine:
     """The engine that a YAML names, on as many GPUs as are asked for, as it shards over, or as this process is one of.
 
     Raises:
-        click.ClickException: a DeepSpeed config that cannot be read.
+        click.ClickException: a DeepSpeed config that cannot be read, or with an unknown stage.
     """
     sizes = [raw.get(key) or 1 for key in ("dp_shard_size", "dp_replicate_size", "context_parallel_size")]
     named = sizes[0] * sizes[1] * sizes[2]
-    count = gpus or (named if named > 1 else int(os.environ.get("WORLD_SIZE") or 1))
-    if raw.get("deepspeed"):
-        return _deepspeed(raw["deepspeed"], count)
-    fsdp = raw.get("fsdp_config") or {}
-    if raw.get("fsdp") or fsdp:
-        plain = {str(key).removeprefix("fsdp_"): value for key, value in fsdp.items()}
-        offloads = bool(plain.get("offload_params"))
-        kept = plain.get("reshard_after_forward") is False
-        return Engine(
-            "FSDP2", count, offloads_weights=offloads, offloads_optimizer=offloads, keeps_gathered=kept and not offloads
-        )
-    return Engine("DDP" if count > 1 else "one GPU", count)
-
-
-def _deepspeed(named: Any, gpus: int) -> Engine:
-    from ...engines.checks import deepspeed_config
-
     try:
-        settings = deepspeed_config(named)
+        return engines.engine_of(raw, gpus or (named if named > 1 else None))
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    zero = settings.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise click.ClickException(
-            f"deepspeed: {named} has zero_optimization.stage {stage!r}, which is none of 0 to 3."
-        )
-    if stage == 0:
-        return Engine("DDP", gpus)
-
-    def offloads(what: str) -> bool:
-        return (zero.get(f"offload_{what}") or {}).get("device", "none") != "none"
-
-    def number(key: str, default: int) -> int:
-        value = zero.get(key, default)
-        return _AUTO if value == "auto" else int(value)
-
-    return Engine(
-        {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}[stage],  # type: ignore[arg-type]
-        gpus,
-        offloads_weights=offloads("param"),
-        offloads_optimizer=offloads("optimizer"),
-        overlaps=bool(zero.get("overlap_comm")) and stage < 3,
-        bucket=number("reduce_bucket_size", Engine.bucket),
-        live=number("stage3_max_live_parameters", Engine.live),
-    )
 
 
 def unlike_llama(text: Any) -> str:

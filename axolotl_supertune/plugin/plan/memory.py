@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ...engines.engine import Engine, Weights
+from ...engines.single import ONE_PROCESS
 from ...method.budget import BudgetRow
 from ...method.sizes import DENSE_BYTES, ENTRIES_PER_CHUNK, GATED_MLP, TOKENS_AT_ONCE, padded_rank
-from .workload import Calibration, Engine, GradientPass, Shape, Step
+from .workload import Calibration, GradientPass, Shape, Step
 
 GIB = 2**30
 # cuBLAS takes 32 MiB on Hopper for each thread that multiplies: forward's and autograd's.
@@ -108,7 +110,7 @@ def estimate(
     shape: Shape,
     rows: Sequence[BudgetRow],
     step: Step,
-    engine: Engine | None = None,
+    engine: Engine = ONE_PROCESS,
     calibration: Calibration | None = None,
     gradient: GradientPass | None = None,
 ) -> Estimate:
@@ -117,37 +119,28 @@ def estimate(
     Raises:
         ValueError: an optimizer whose state is not known.
     """
-    engine = engine or Engine()
     if step.optimizer not in OPTIMIZERS:
         raise ValueError(
             f"optimizer: {step.optimizer} keeps a state of a size that is not known here; known are "
             f"{', '.join(OPTIMIZERS)}."
         )
     weights = base_bytes(shape, step)
-    held = weights / engine.gpus if engine.shards_weights else weights
-    if engine.offloads_weights:
-        held = 0.0
+    held = 0.0 if engine.offloads_weights else weights / engine.weight_shards
     trained = adapter_bytes(rows, step) if step.method != "full" else 0.0
     gradients = sum(row.total for row in rows) * 4.0 if step.method != "full" else weights
     gradients += shape.saved_modules * step.width
-    share = engine.gpus if engine.shards_optimizer else 1
-    # DeepSpeed keeps an fp32 master of what it partitions; FSDP2 shards the fp32 parameters themselves.
-    master = gradients / share if engine.name.startswith("ZeRO") else 0.0
-    sharded = engine.gpus if engine.shards_weights else 1
-    state = 0.0 if engine.offloads_optimizer else optimizer_bytes(shape, rows, step) / share + master
+    share, sharded = engine.optimizer_shards, engine.weight_shards
+    state = optimizer_bytes(shape, rows, step) / share + engine.master_bytes(gradients)
     fixed = {
         "base weights": held,
         "adapter": trained / sharded + shape.saved_modules * step.width + index_bytes(rows, step),
-        "optimizer": state,
+        "optimizer": 0.0 if engine.offloads_optimizer else state,
         "workspace": float(_WORKSPACE),
     }
-    if engine.name == "DDP":
-        fixed["reduction buckets"] = gradients  # filled from the gradients, and of their size
-    elif engine.name.startswith("ZeRO"):
-        width = step.width if step.method == "full" else 4  # of what is trained: U, L and R are fp32
-        fixed["reduction buckets"] = engine.bucket * width * (2.0 if engine.overlaps else 1.0)
+    width = step.width if step.method == "full" else 4  # of what is trained: U, L and R are fp32
+    fixed["reduction buckets"] = engine.reduction_bytes(gradients, width, shape.hidden)
     kept, block, transient = activation_bytes(shape, rows, step)
-    live_loss, live_block = _gathered(shape, step, engine)
+    live_loss, live_block = engine.gathered_bytes(_weights(shape, step))
     accumulated = gradients / sharded if step.accumulation > 1 else 0.0
     moments = {
         "loss": {
@@ -369,23 +362,17 @@ def _mlp_is_fused(rows: Sequence[BudgetRow], step: Step) -> bool:
     return own and step.mlp == "plain" and {row.kind for row in rows} >= set(GATED_MLP)
 
 
-def _gathered(shape: Shape, step: Step, engine: Engine) -> tuple[float, float]:
-    """Whole weights beside the shards: while the loss is computed, and in the backward of a block."""
-    if not engine.shards_weights:
-        return 0.0, 0.0
-    if engine.name == "ZeRO-3":
-        if engine.gpus == 1 and not engine.offloads_weights:
-            return 0.0, 0.0  # DeepSpeed's one partition is the weight itself
-        # A decoder layer is gathered in one go, however little may be live.
-        live = min(shape.parameters, max(engine.live, shape.linear / shape.blocks)) * float(step.width)
-        return live, live
-    whole = base_bytes(shape, step)
-    if engine.keeps_gathered:
-        return whole, whole
-    # Axolotl makes units of the blocks and of all the rest: embeddings and head stay from their forward to the end. Of
-    # the blocks there are the one at work, the one gathered ahead, and the buffer that it arrives in.
-    rest = (shape.embeddings + shape.other) * step.width
-    return rest, rest + 3 * (whole - rest) / shape.blocks
+def _weights(shape: Shape, step: Step) -> Weights:
+    """The sizes that an engine tells its gathered weights from."""
+    return Weights(
+        parameters=shape.parameters,
+        linear=shape.linear,
+        blocks=shape.blocks,
+        width=step.width,
+        whole=base_bytes(shape, step),
+        rest=(shape.embeddings + shape.other) * step.width,
+        embedding=shape.vocabulary * shape.hidden * step.width,
+    )
 
 
 def _calibration(shape: Shape, step: Step, engine: Engine, held: float, calibration: Calibration | None) -> float:
@@ -394,9 +381,4 @@ def _calibration(shape: Shape, step: Step, engine: Engine, held: float, calibrat
     tokens = calibration.rows * calibration.length
     # The embeddings, a block's input, its residual and the normalised one; silu(gate), up and their product.
     forward = tokens * step.width * (4 * shape.hidden + 3 * shape.intermediate)
-    live = _gathered(shape, step, engine)[1]
-    if engine.name == "ZeRO-3":
-        # There is no engine yet: the plugin gathers one decoder layer, or the embeddings, at a time.
-        blocks = base_bytes(shape, step) - (shape.embeddings + shape.other) * step.width
-        live = max(blocks / shape.blocks, shape.vocabulary * shape.hidden * step.width)
-    return held + forward + live + _WORKSPACE
+    return held + forward + engine.calibration_bytes(_weights(shape, step)) + _WORKSPACE

@@ -9,12 +9,13 @@ import json
 import os
 import re
 from collections.abc import Iterator, MutableMapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...engines.single import ONE_PROCESS
 from ...method.atomic_files import whole_file, writing
 from ...method.budget import BudgetRow, budget_rows
 from . import memory
@@ -154,7 +155,8 @@ class Plan:
         gib = {name: bytes_ / GIB for name, bytes_ in self.estimate.parts.items()}
         return made | {
             "memory": {
-                **asdict(self.job),
+                **asdict(replace(self.job, engine=ONE_PROCESS)),
+                "engine": self.job.engine.planned(self.job.shape.hidden),
                 "moment": self.estimate.moment,
                 "parts_gib": gib,
                 "moments_gib": {name: bytes_ / GIB for name, bytes_ in self.estimate.moments.items()},
@@ -207,7 +209,7 @@ class Plan:
             say(f"Memory: not estimated: {self.unknown}")
         else:
             step, engine = job.step, job.engine
-            place = engine.name if engine.gpus == 1 else f"{engine.name} on {engine.gpus} GPUs"
+            place = engine.name if engine.processes == 1 else f"{engine.name} on {engine.processes} GPUs"
             say(f"Memory of one GPU, {place}: {step.rows} × {step.length} tokens")
             table = Table()
             table.add_column("at the peak: " + found.moment)
@@ -257,7 +259,7 @@ def make(
             read.
     """
     engine = engine_of(raw, gpus)
-    cfg, refusals, refused = _checked(raw, engine.gpus)
+    cfg, refusals, refused = _checked(raw, engine.processes)
     model, model_config = _meta_model(cfg)
     from ...tuner.model import layer_budgets
     from ..create import adapter_config, check_all_matched
@@ -275,7 +277,7 @@ def make(
     if not any(key.startswith("calibration_") for key in refused):
         said.append(look_at_calibration(cfg, model, model_config, sparse, texts_read))
     if method.gradient_batches and sparse:
-        said.append(look_at_gradient(cfg, method.gradient_batches, engine.gpus))
+        said.append(look_at_gradient(cfg, method.gradient_batches, engine.processes))
     for each in said:
         found.refusals += each.refusals
         found.unchecked += each.unchecked

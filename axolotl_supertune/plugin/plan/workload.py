@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ...engines.engine import Engine
+
 Method = Literal["supra", "lora", "full"]
 Base = Literal["plain", "int8", "nf4", "nf4-double"]
 Layers = Literal["kernels", "gathered", "transient", "reference"]
@@ -10,7 +12,6 @@ Attention = Literal["flash", "repeated", "masked", "eager"]
 Checkpointing = Literal["none", "blocks", "offloaded"]
 Mlp = Literal["plain", "liger", "other"]
 Loss = Literal["transformers", "chunked", "liger", "fused"]
-EngineName = Literal["one GPU", "DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 
 
 @dataclass(frozen=True)
@@ -101,38 +102,6 @@ class Step:
     def fused(self) -> bool:
         """Whether the kernels compute whole layers."""
         return self.layers in ("kernels", "gathered")
-
-
-@dataclass(frozen=True)
-class Engine:
-    """How the work is spread over GPUs.
-
-    Attributes:
-        gpus: processes, one a GPU.
-        offloads_weights, offloads_optimizer: to host memory.
-        keeps_gathered: FSDP2 with `reshard_after_forward: false`.
-        bucket: scalars of DeepSpeed's reduction bucket; two of them if `overlaps`.
-        live: scalars that ZeRO-3 leaves gathered at most, prefetched ones included.
-    """
-
-    name: EngineName = "one GPU"
-    gpus: int = 1
-    offloads_weights: bool = False
-    offloads_optimizer: bool = False
-    keeps_gathered: bool = False
-    bucket: int = 500_000_000
-    overlaps: bool = False
-    live: int = 1_050_000_000
-
-    @property
-    def shards_weights(self) -> bool:
-        """Whether a GPU holds a part of the base weights alone."""
-        return self.name in ("FSDP2", "ZeRO-3")
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether a GPU holds a part of the optimizer's state alone."""
-        return self.name in ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 @dataclass(frozen=True)
