@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .engine import Engine, start_anew
+from .engine import Engine
+from .optimizer_state import partition_files, start_anew
 
 AUTO = "auto"
 _OFF: tuple[Any, ...] = (None, False, AUTO)
@@ -181,26 +182,17 @@ def _is_switched_off(key: str, section: Mapping[str, Any]) -> bool:
     return key not in TESTED_KEYS and section.get("enabled") is False
 
 
-def optimizer_parts(folder: Path) -> dict[int, Path]:
-    """Process → its part of the optimizer's state in a checkpoint of DeepSpeed; empty for one that is not."""
-    return {int(path.name.split("_")[3]): path for path in folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt")}
-
-
 class DeepSpeed(Engine):
     """The base class of the ZeRO stages.
 
     Attributes:
         part_files: whether every process writes a file of its own for the model's state, as stage 3 does.
-        stages: for messages, which stages write such checkpoints.
-        stage_keys: values of zero_optimization.stage that resume them.
     """
 
     key = "deepspeed"
     shards_optimizer = True
     gradient_refusal = "it was not tested"
     part_files: bool = False
-    stages: str = "ZeRO-1 or ZeRO-2"
-    stage_keys: str = "1 or 2"
 
     @property
     def zero(self) -> Mapping[str, Any]:
@@ -259,7 +251,7 @@ class DeepSpeed(Engine):
 
     def check_optimizer_state(self, folder: Path) -> None:
         """As `Engine`: DeepSpeed says little of what it cannot load, and loads as many parts as were written."""
-        ranks = optimizer_parts(folder)
+        ranks = partition_files(folder)
         if not ranks:
             raise ValueError(
                 f"resume_from_checkpoint: {folder} has no optimizer state of DeepSpeed, so it was written without it. "
@@ -285,13 +277,10 @@ class DeepSpeed(Engine):
                 f"of DeepSpeed's state. Delete it to resume from the one before, or {start_anew(folder)}."
             )
         if part_files != self.part_files:
-            from .zero1_2 import Zero1And2
-            from .zero3 import Zero3
-
-            writer: type[DeepSpeed] = Zero3 if part_files else Zero1And2
+            stages, values = ("ZeRO-3", "3") if part_files else ("ZeRO-1 or ZeRO-2", "1 or 2")
             raise ValueError(
-                f"resume_from_checkpoint: {folder} was written under {writer.stages}, and deepspeed says "
-                f"zero_optimization.stage: {self.stage}, which reads another layout. Set it to {writer.stage_keys} to "
+                f"resume_from_checkpoint: {folder} was written under {stages}, and deepspeed says "
+                f"zero_optimization.stage: {self.stage}, which reads another layout. Set it to {values} to "
                 f"resume, or {start_anew(folder)}."
             )
         self.check_partition(folder, optimizers[0])

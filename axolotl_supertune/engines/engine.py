@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from .optimizer_state import partition_files, start_anew
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -147,9 +149,7 @@ class Engine:
         Raises:
             ValueError: names the file or the key, and the remedy.
         """
-        from .deepspeed import optimizer_parts
-
-        if parts := optimizer_parts(folder):
+        if parts := partition_files(folder):
             raise ValueError(
                 f"resume_from_checkpoint: the optimizer state in {folder} is DeepSpeed's. Set deepspeed as in that run "
                 f"and start {len(parts)} processes to resume it, or {start_anew(folder)}."
@@ -266,8 +266,3 @@ def move_to(model: Any, device: "torch.device | str") -> None:
 
     if torch.device(device).type != "cpu" and model.device.type == "cpu":
         model.to(device)
-
-
-def start_anew(folder: Path) -> str:
-    """The remedy for an optimizer state that cannot be loaded."""
-    return f"start anew from its adapter: lora_model_dir: {folder}"

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from ..method.layerwise import decoder_layers, gathered_in_turn
 from .deepspeed import AUTO, DeepSpeed
-from .engine import Batch, Sharding, Weights, move_to, start_anew
+from .engine import Batch, Sharding, Weights, move_to
+from .optimizer_state import start_anew
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,8 +44,6 @@ class Zero3(DeepSpeed):
     shards_while_loading = True
     gathers_by = "DeepSpeed"
     part_files = True
-    stages = "ZeRO-3"
-    stage_keys = "3"
 
     def loading_keys(self, dtype: torch.dtype | None) -> dict[str, Any]:
         """`zero.Init` takes the base's dtype from DeepSpeed's bf16 and from nothing else; training does not use it."""
@@ -212,15 +211,15 @@ def restore_buffers(model: "PreTrainedModel", dtype: torch.dtype) -> None:
 
 
 def _check_as_expected(name: str, tensor: Tensor, expected: dict[str, Tensor], keeps_fp32: Any) -> None:
-    from .sharding import dtype_of, shape_of
-
     if name not in expected:
         raise ValueError(f"{name}: a plain load of the base model has no such tensor. {_REMEDY}")
     dtype = torch.float32 if keeps_fp32(name) else expected[name].dtype
-    if (dtype_of(tensor), shape_of(tensor)) != (dtype, expected[name].shape):
+    sharding = _SHARDING if _SHARDING.matches(tensor) else Sharding()
+    loaded, shape = sharding.dtype_of(tensor), sharding.shape_of(tensor)
+    if (loaded, shape) != (dtype, expected[name].shape):
         raise ValueError(
-            f"{name}: ZeRO-3 loads it as {dtype_of(tensor)} of shape {tuple(shape_of(tensor))}, a plain load as "
-            f"{dtype} of shape {tuple(expected[name].shape)}: it would train on another base model. {_REMEDY}"
+            f"{name}: ZeRO-3 loads it as {loaded} of shape {tuple(shape)}, a plain load as {dtype} of "
+            f"shape {tuple(expected[name].shape)}: it would train on another base model. {_REMEDY}"
         )
 
 
