@@ -1,8 +1,8 @@
-"""The adapted linear layer y = x·Ŵᵀ + bias with Ŵ = W + M⊙U + γ·L·R.
+"""Forward and backward of an adapted linear layer, y = x·Ŵᵀ + bias with Ŵ = W + M⊙U + γ·L·R.
 
-`reference` is the plain PyTorch that a reader checks against the paper; `fused` is the same with Triton kernels;
-`transient` is for a weight that is there only while it is used (quantized bases, FSDP2); `choice` decides. `fused` and
-`inplace` need Triton: import them where `choice.takes_kernels` said yes.
+`dispatch` chooses between `fused`, with Triton kernels, and `reference`, in plain PyTorch; `recomputed_weight` serves
+layers whose weight is formed anew at each use (quantized bases, FSDP2, ZeRO-3). Modules that need Triton (`fused`,
+`inplace_weight`, `gathered_weight` and the kernels) are imported only where `takes_kernels` returned True.
 """
 
 from .dispatch import compute_dtype, takes_kernels

@@ -1,4 +1,8 @@
-"""Which implementation computes a layer: the Triton kernels where they can, else the reference, never in silence."""
+"""Chooses the implementation of a layer: the Triton kernels where they support it, else the reference.
+
+Each choice of the reference on a CUDA device has a reason, which is warned about once or, with
+SUPERTUNE_KERNELS=triton, raised.
+"""
 
 import functools
 import importlib.util
@@ -12,32 +16,32 @@ from torch import Tensor, nn
 from .reference import LowRank, Sparse, autocast_dtype
 
 VARIABLE = "SUPERTUNE_KERNELS"
-_CHOICES = ("auto", "triton", "reference")
+_BACKENDS = ("auto", "triton", "reference")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_RANK = 128
 _warned: set[str] = set()
 
 
 def requested() -> str:
-    """What SUPERTUNE_KERNELS asks for: `auto` (default), `triton` or `reference`.
+    """The value of SUPERTUNE_KERNELS: `auto` (default), `triton` or `reference`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: any other value.
     """
-    asked = os.environ.get(VARIABLE, "auto") or "auto"
-    if asked not in _CHOICES:
-        raise ValueError(f"{VARIABLE}={asked} is not one of {', '.join(_CHOICES)}.")
-    return asked
+    backend = os.environ.get(VARIABLE, "auto") or "auto"
+    if backend not in _BACKENDS:
+        raise ValueError(f"{VARIABLE}={backend} is not one of {', '.join(_BACKENDS)}.")
+    return backend
 
 
 def unsupported_device_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels do not run on this device with this dtype, or None."""
+    """The reason why the Triton kernels do not run on this device in this dtype, or None where they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if dtype not in _DTYPES:
         return f"the kernels compute in fp16, bf16 or fp32, not {dtype}"
     if device.type == "cuda":
-        oldest = (8, 0) if dtype == torch.bfloat16 else (7, 0)
+        oldest = (8, 0) if dtype == torch.bfloat16 else (7, 0)  # compute capability
         if torch.version.hip is None and torch.cuda.get_device_capability(device) < oldest:
             return f"{dtype} needs a GPU of compute capability {oldest[0]}.{oldest[1]} or newer"
         return None
@@ -47,20 +51,20 @@ def unsupported_device_reason(device: torch.device, dtype: torch.dtype) -> str |
 
 
 def described(device: torch.device, dtype: torch.dtype, rank: int) -> str:
-    """One line for a log: what computes the adapted layers of this rank on this device in this dtype.
+    """One line for a log: the implementation of adapted layers of this rank, on this device, in this dtype.
 
     Raises:
-        RuntimeError: SUPERTUNE_KERNELS=triton and the kernels cannot.
+        RuntimeError: SUPERTUNE_KERNELS=triton and the kernels do not support them.
     """
-    asked = requested()
-    if asked == "reference":
+    backend = requested()
+    if backend == "reference":
         return f"reference ({VARIABLE}=reference)"
     reason = unsupported_device_reason(device, dtype)
     if reason is None and rank > _MAX_RANK:
         reason = f"rank {rank} is above {_MAX_RANK}"
     if reason is None:
         return f"Triton, on {device}"
-    if asked == "triton":
+    if backend == "triton":
         raise RuntimeError(f"{VARIABLE}=triton, but the Triton kernels cannot compute this model: {reason}.")
     return f"reference, not Triton: {reason}"
 
@@ -73,51 +77,55 @@ def takes_kernels(
     *,
     layer: str,
 ) -> bool:
-    """Whether a layer with these active parts is computed by the Triton kernels.
+    """Whether the Triton kernels compute a layer with these active parts.
 
     Args:
+        x: the input (..., b).
+        weight: (c, b).
+        sparse, low_rank: the parts of all active adapters.
         layer: its name, for messages.
 
     Raises:
-        RuntimeError: SUPERTUNE_KERNELS=triton and it cannot be.
+        RuntimeError: SUPERTUNE_KERNELS=triton and the kernels do not support the layer.
 
     Warns:
-        UserWarning: once per reason, where a CUDA device takes the reference path without having been asked to.
+        UserWarning: once per reason, where a layer on a CUDA device takes the reference without being asked to.
     """
-    asked = requested()
-    if asked == "reference":
+    backend = requested()
+    if backend == "reference":
         return False
     reason = unsupported_tensor_reason(x, weight, sparse, low_rank)
     if reason is None:
-        reason = _unsupported_device_reason(x.device, compute_dtype(x, weight), asked)
-    return _decided(reason, x, asked, layer)
+        reason = _unsupported_device_reason(x.device, compute_dtype(x, weight), backend)
+    return _report(reason, x, backend, layer)
 
 
 def takes_sampled_products(x: Tensor, dtype: torch.dtype, shape: tuple[int, int], *, layer: str) -> bool:
-    """Whether the gradient of U of a layer that keeps no weight is computed by the Triton kernels.
+    """Whether the Triton kernels compute dU of a layer whose weight is recomputed (see `recomputed_weight`).
 
     Args:
-        x: the layer's input.
+        x: the input (..., b).
         dtype: of the products.
         shape: (c, b) of the layer.
         layer: its name, for messages.
 
-    Raises, and warns:
-        as `takes_kernels`.
+    Raises:
+        RuntimeError: as `takes_kernels`, which also says when this warns.
     """
-    asked = requested()
-    if asked == "reference":
+    backend = requested()
+    if backend == "reference":
         return False
     reason = "the input is empty" if not x.numel() else None
     if min(shape) == 1:
         reason = f"a layer of shape {shape} is left to it"
-    return _decided(reason or _unsupported_device_reason(x.device, dtype, asked), x, asked, layer)
+    return _report(reason or _unsupported_device_reason(x.device, dtype, backend), x, backend, layer)
 
 
-def _decided(reason: str | None, x: Tensor, asked: str, layer: str) -> bool:
+def _report(reason: str | None, x: Tensor, backend: str, layer: str) -> bool:
+    """Whether there is no reason against the kernels; if there is one, raise or warn as the public functions say."""
     if reason is None:
         return True
-    if asked == "triton":
+    if backend == "triton":
         raise RuntimeError(f"{layer}: {VARIABLE}=triton, but the Triton kernels cannot compute this layer: {reason}.")
     if x.device.type == "cuda" and x.numel() and reason not in _warned:
         _warned.add(reason)
@@ -126,14 +134,14 @@ def _decided(reason: str | None, x: Tensor, asked: str, layer: str) -> bool:
 
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the products: autocast's, or the weight's."""
+    """The dtype of the matrix products: autocast's where it is on, else the weight's."""
     return autocast_dtype(x.device.type) or weight.dtype
 
 
 def unsupported_tensor_reason(
     x: Tensor, weight: Tensor, sparse: Sequence[Sparse], low_rank: Sequence[LowRank]
 ) -> str | None:
-    """Why the Triton kernels cannot compute a layer with these tensors, or None; torch.compile can look into it."""
+    """The reason why the Triton kernels do not support these tensors, or None; torch.compile can trace this."""
     if x.device != weight.device:
         return f"the input is on {x.device} and the weight on {weight.device}"
     if weight.requires_grad:
@@ -154,6 +162,6 @@ def unsupported_tensor_reason(
 
 
 @functools.cache
-def _unsupported_device_reason(device: torch.device, dtype: torch.dtype, asked: str) -> str | None:
-    """`unsupported_device_reason`, asked by every layer that takes the reference path in every forward."""
+def _unsupported_device_reason(device: torch.device, dtype: torch.dtype, backend: str) -> str | None:
+    """`unsupported_device_reason`, cached: every layer on the reference path needs it in every forward."""
     return unsupported_device_reason(device, dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..method import sizes
-from . import kernels
+from . import kernels, sampling_plan
 from .gathered_weight import GatheredSlot
 from .inplace_weight import WeightSlot
 from .launcher import aligned
@@ -97,7 +97,7 @@ class Group(_Remade):
         """What backward reads of the input, and what computes dU of the layers with a support."""
         columns, plans = None, [slot.plan for slot in self.slots if slot.plan is not None]
         if not self.low_rank and not self.whole_input:
-            columns, plans = kernels.few_columns(plans)
+            columns, plans = sampling_plan.few_columns(plans)
         sizes = [plans[0].shape[1], *(plan.shape[0] for plan in plans)]
         transpose = kernels.Transpose(sizes, self.dtype, plans[0].indices.device)
         return Sampling(columns, transpose, kernels.SampledProducts(plans, self.dtype))

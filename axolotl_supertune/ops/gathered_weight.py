@@ -1,7 +1,7 @@
-"""The effective weight W + M⊙U of a layer whose weight is gathered for each use (FSDP2, ZeRO-3): in the gathered copy.
+"""Writes U into a weight that an engine has gathered (FSDP2, ZeRO-3), for one forward or backward of the layer.
 
-As in `inplace`, M⊙U is written into the weight and taken out again, but around one forward or backward of the layer:
-the copy is gone afterwards, or shared with whoever gathered it. Nothing of the weight's size is made.
+As `inplace_weight`, but U is taken out again after each pass: the gathered copy is freed then, or used by others.
+Nothing of the weight's size is allocated.
 """
 
 import functools
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels, write_kernels
-from .inplace_weight import room_for_factors
-from .kernels import SamplingPlan
+from . import sampling_plan, write_kernels
+from .inplace_weight import empty_packed
 from .launcher import aligned
+from .sampling_plan import SamplingPlan
 
 
 class Gathered(NamedTuple):
-    """What is gathered for one layer, as it is now: W (c, b), and U (s,), L (c, r), R (r, b) or None."""
+    """The gathered tensors of one layer: W (c, b), and U (s,), L (c, r), R (r, b) or None."""
 
     weight: Tensor
     values: Tensor | None
@@ -27,23 +27,26 @@ class Gathered(NamedTuple):
 
 
 class GatheredSlot:
-    """One such layer with one adapter, in the place of an `WeightSlot` for the functions of `fused`.
+    """U of one adapter in the gathered weight of one layer; `fused` takes it as it takes a `WeightSlot`.
 
     Args:
-        now: () → what is gathered; it is called within the layer's forward or backward, and raises where it is not.
+        gathered: returns the gathered tensors. It is called inside the layer's forward or backward, and raises if they
+            are not gathered.
         indices: (s,) the support of U, or None.
         scaling: γ of L·R.
-        dtype: what the layer computes in; the copies of L and R are of it, γ multiplied into L.
+        dtype: the layer's compute dtype, and that of the packed copies of L and R; L's is multiplied by γ.
     """
 
     persistent = False
 
-    def __init__(self, now: Callable[[], Gathered], indices: Tensor | None, scaling: float, dtype: torch.dtype) -> None:
-        self._now, self.indices, self.scaling, self.dtype = now, indices, scaling, dtype
-        self.weight, self.values, self.L, self.R = now()
+    def __init__(
+        self, gathered: Callable[[], Gathered], indices: Tensor | None, scaling: float, dtype: torch.dtype
+    ) -> None:
+        self._gathered, self.indices, self.scaling, self.dtype = gathered, indices, scaling, dtype
+        self.weight, self.values, self.L, self.R = gathered()
         self.written = False
         self.versions: tuple[tuple[Tensor, int], ...] = ()
-        self.packed = room_for_factors(self.weight, self.L, self.R, dtype)
+        self.packed = empty_packed(self.weight, self.L, self.R, dtype)
         self._saved: Tensor | None = None
         if indices is not None and self.values is not None:
             self._support = write_kernels.SupportWrite(indices, self.weight.dtype, self.values.dtype)
@@ -52,46 +55,48 @@ class GatheredSlot:
 
     @functools.cached_property
     def plan(self) -> SamplingPlan | None:
-        """How its sampled products walk over the support."""
+        """Plan of the sampled products."""
         c, b = self.weight.shape
-        return None if self.indices is None else kernels.make_sampling_plan(self.indices, (c, b))
+        return None if self.indices is None else sampling_plan.make_sampling_plan(self.indices, (c, b))
 
     def ensure(self) -> bool:
-        """Write M⊙U into the gathered weight, and copy L and R.
+        """Write U into the gathered weight, and copy L and R, unless that is done.
 
         Returns:
-            Whether this did it; whoever asked then takes it out again, with `restore`.
+            Whether U was written; the caller then calls `restore` after its pass.
 
         Raises:
-            RuntimeError: the adapter has other tensors by now, or none.
+            RuntimeError: the adapter was deleted or its tensors replaced.
         """
         if self.written:
             return False
-        now = self._now()
-        if now.values is not self.values or now.L is not self.L or now.R is not self.R:
+        current = self._gathered()
+        if current.values is not self.values or current.L is not self.L or current.R is not self.R:
             raise RuntimeError(
                 "the adapter of a layer was deleted or replaced between a forward and its backward: call backward() "
                 "first."
             )
-        self.weight = now.weight
+        self.weight = current.weight
         if self.packed is not None and self.L is not None and self.R is not None:
             self._pack(aligned(self.L.detach().contiguous()), aligned(self.R.detach().contiguous()))
         if self.indices is not None and self.values is not None:
             self._saved = self._support.put(self.weight.detach(), aligned(self.values.detach()))
-        self.versions = tuple([(each, each._version) for each in (self.values, self.L, self.R) if each is not None])
+        self.versions = tuple(
+            [(tensor, tensor._version) for tensor in (self.values, self.L, self.R) if tensor is not None]
+        )
         self.written = True
         return True
 
     def restore(self) -> None:
-        """Put W's bits back; nothing if nothing is written."""
+        """Write W's bits back, if U is written."""
         if self.written and self._saved is not None:
             self._support.take_back(self.weight.detach(), self._saved)
         self.written, self._saved = False, None
 
     def is_unchanged(self) -> bool:
-        """Whether U, L and R are what the last forward computed with."""
+        """Whether U, L and R are those that the last forward used."""
         return all([tensor._version == version for tensor, version in self.versions])
 
     def __reduce__(self) -> Any:
-        """A copy has other tensors."""
+        """Copies and pickles become None: they would have other tensors."""
         return type(None), ()

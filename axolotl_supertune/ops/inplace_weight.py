@@ -1,8 +1,10 @@
-"""The effective weight W + M⊙U kept in the base weight itself, W's own bits beside it, for all layers in one launch.
+"""Holds the effective weight W + M⊙U in the base weight itself, and saves W's bits on the support.
 
-Writing s slots takes microseconds where a second copy of the weight takes its memory and two passes over it. The
-price is that a base weight is not itself while an adapter is written in: whoever reads it must `restore` first, and
-what is restored are the very bits that were there.
+Writing the s entries of all layers takes one launch of microseconds; a second copy of each weight would take its memory
+and two passes over it. While U is written, the base weight is not W: code that reads it calls `restore` first, which
+puts the saved bits back exactly.
+
+`WeightSlot` is one layer with one adapter; `BatchedWriter` writes the slots of a model together.
 """
 
 import functools
@@ -15,21 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from ..method.sizes import padded_rank
-from . import kernels, write_kernels
-from .kernels import SamplingPlan
+from . import sampling_plan, write_kernels
+from .sampling_plan import SamplingPlan
 
 
 class WeightSlot:
-    """One layer with one adapter: what is written into its weight, and the copies of L and R that the kernels read.
+    """U of one adapter in the weight of one layer, and the packed copies of L and R that the kernels read.
 
     Args:
-        weight: (c, b), contiguous, not trained.
-        values, indices: U (s,) and its support, or None.
-        L, R: (c, r), (r, b), or None; γ = `scaling`.
-        dtype: what the layer computes in; the copies of L and R are of it, γ multiplied into L.
+        weight: (c, b), contiguous, frozen.
+        values, indices: U (s,) and its support (s,), or None.
+        L, R: (c, r) and (r, b), or None.
+        scaling: γ.
+        dtype: the layer's compute dtype, and that of the packed copies; L's is multiplied by γ.
+
+    Attributes:
+        written: whether the weight holds W + M⊙U of this slot.
+        fresh: whether a batch wrote the slot and no forward has used it since.
+        place: number of the slot in its `BatchedWriter`, in the order in which layers are first called.
+        is_called: whether the model still calls the layer; asked before the slot is written with others.
+        saved: (s,) W's bits on the support.
+        versions: U, L and R with their autograd version counters at the last write.
+        packed: γ·Lᵀ (r', c) and R (r', b), padded with zeros; None without a low-rank part.
     """
 
-    # What is written stays until it is restored, from forward to forward; see `gathered` for weights that do not.
+    # U stays written from forward to forward, until `restore`; a `GatheredSlot` is written for one pass only.
     persistent = True
 
     def __init__(
@@ -47,32 +59,35 @@ class WeightSlot:
         self.written = False
         self.fresh = False
         self.place = -1
-        # Whether the model still calls the layer; it is asked before the slot is written together with others.
         self.is_called: Callable[[], bool] = lambda: True
         self.saved: Tensor | None = None
-        self._alone: _Tables | None = None
+        self._own_tables: _Tables | None = None
         self._address = 0
-        # U, L and R with the counts of their changes when they were last written.
         self.versions: tuple[tuple[Tensor, int], ...] = ()
-        # (γ·Lᵀ, R) as the kernels read them: (r', c), (r', b).
-        self.packed = room_for_factors(weight, L, R, dtype)
+        self.packed = empty_packed(weight, L, R, dtype)
 
     @functools.cached_property
     def plan(self) -> SamplingPlan | None:
-        """How its sampled products walk over the support: made for the first backward, nothing else needs it."""
+        """Plan of the sampled products; made for the first backward."""
         c, b = self.weight.shape
-        return None if self.indices is None else kernels.make_sampling_plan(self.indices, (c, b))
+        return None if self.indices is None else sampling_plan.make_sampling_plan(self.indices, (c, b))
 
-    def is_of(self, *operands: Any) -> bool:
-        """Whether this slot was made of these very objects, in the order of the constructor."""
-        mine = (self.weight, self.values, self.indices, self.L, self.R, self.scaling, self.dtype)
-        return all(one is other for one, other in zip(mine[:5], operands[:5], strict=True)) and mine[5:] == operands[5:]
+    def is_made_of(self, *operands: Any) -> bool:
+        """Whether the slot holds exactly these objects, in the order of the constructor."""
+        own = (self.weight, self.values, self.indices, self.L, self.R, self.scaling, self.dtype)
+        return (
+            all(own_tensor is tensor for own_tensor, tensor in zip(own[:5], operands[:5], strict=True))
+            and own[5:] == operands[5:]
+        )
 
     def ensure(self) -> bool:
-        """For a backward: write again if the weight was restored, or written by another slot, since the forward.
+        """Write U again if the weight was restored, or written by another slot, since the forward.
 
         Returns:
-            Whether it was; whoever asked then restores it afterwards.
+            Whether U was written; the caller then restores the weight after its backward.
+
+        Raises:
+            RuntimeError: the weight has other memory than in the forward.
         """
         if self.written and self.weight.data_ptr() == self._address:
             return False
@@ -85,94 +100,101 @@ class WeightSlot:
         return True
 
     def restore(self) -> None:
-        """Put W's bits back; nothing if nothing is written, or if another tensor was put in the weight's place."""
+        """Write W's bits back, if U is written and the weight still has the same memory."""
         if self.written and self.indices is not None and self.weight.data_ptr() == self._address:
             assert self.saved is not None
             self.weight.detach().view(-1)[self.indices.long()] = self.saved
         self.written = self.fresh = False
 
     def _write_single(self) -> None:
+        """Write this slot, without the others of the model."""
         self.prepare()
         self.written = True
-        if self._alone is None or not self._alone.hold():
-            self._alone = _Tables([self])
-        self._alone.run()
+        if self._own_tables is None or not self._own_tables.are_written():
+            self._own_tables = _Tables([self])
+        self._own_tables.run()
 
     def prepare(self) -> None:
-        """Save W on the support before the first write."""
+        """Save W on the support, unless U is written in it already."""
         moved = self.weight.data_ptr() != self._address
         if self.indices is not None and (moved or not self.written):
-            # One slot at a time is written into a weight: what this one saves as W must be W.
+            # A weight holds one slot at a time: it must be W when its bits are saved.
             owner = _owners.get(self.weight.data_ptr())
             if owner is not None and owner is not self:
                 owner.restore()
             _owners[self.weight.data_ptr()] = self
-            # If another tensor was put in the weight's place, what it holds is W.
+            # A replaced weight holds W.
             if self.saved is None or moved:
                 with torch.inference_mode(False):
                     self.saved = torch.empty(self.indices.shape, dtype=self.weight.dtype, device=self.weight.device)
             torch.index_select(self.weight.detach().view(-1), 0, self.indices, out=self.saved)
-            # Whoever kept W for a backward of its own shall hear of it. Later writes put down the same bits again, or
-            # those of the next step, and pass by the counter.
+            # Bump the version counter, so that autograd raises if a graph of other code saved W for its backward. Later
+            # writes, with the same bits or those of the next step, do not.
             torch.autograd.graph.increment_version(self.weight)
         self._address = self.weight.data_ptr()
 
     def note_written(self) -> None:
-        """After a write: remember of which U, L and R."""
+        """Record which state of U, L and R was written."""
         self.written = True
-        self.versions = tuple([(each, each._version) for each in (self.values, self.L, self.R) if each is not None])
+        self.versions = tuple(
+            [(tensor, tensor._version) for tensor in (self.values, self.L, self.R) if tensor is not None]
+        )
 
     def is_current(self) -> bool:
-        """Whether U, L and R are, as far as autograd's counters tell, what was written."""
+        """Whether U, L and R are in the state that was written, by their version counters."""
         if self.weight.data_ptr() != self._address:
             return False
-        for tensor, version in self.versions:  # noqa: SIM110 (a generator takes longer, and this is asked all the time)
+        for tensor, version in self.versions:  # noqa: SIM110 (a generator is slower, and this runs in every forward)
             if tensor._version != version:
                 return False
         return True
 
     def is_unchanged(self) -> bool:
-        """Whether the layer still is what the last forward computed with."""
+        """Whether weight, U, L and R are those that the last forward used."""
         return self.written and self.is_current()
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What slots of one table have in common; U, L and R may change their dtype."""
+        """Device and dtypes, equal for all slots of one `_Tables`; recomputed, as U, L and R may change their dtype."""
         rank = None if self.packed is None else self.packed[0].shape[0]
-        dtypes = (None if each is None else each.dtype for each in (self.weight, self.values, self.L, self.indices))
+        dtypes = (
+            None if tensor is None else tensor.dtype for tensor in (self.weight, self.values, self.L, self.indices)
+        )
         return self.weight.device, self.dtype, rank, *dtypes
 
 
-def room_for_factors(
+def empty_packed(
     weight: Tensor, L: Tensor | None, R: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    """Empty (r', c) and (r', b) for copies of L (c, r) and R (r, b); None without a low-rank part."""
+    """Uninitialised packed copies (r', c) of L (c, r) and (r', b) of R (r, b); None without a low-rank part."""
     if L is None or R is None:
         return None
     rank = padded_rank(R.shape[0])
-    with torch.inference_mode(False):  # made in an evaluation, used in training
+    with torch.inference_mode(False):  # may be made in an evaluation and used in training
         left, right = (torch.empty((rank, size), dtype=dtype, device=R.device) for size in weight.shape)
     return left, right
 
 
-# By the address of their weight: the slots that wrote last.
+# Address of a weight → the slot that wrote to it last.
 _owners: "weakref.WeakValueDictionary[int, WeightSlot]" = weakref.WeakValueDictionary()
 
 
 class BatchedWriter:
-    """All layers of a model, written together: the first layer of a forward writes for those after it.
+    """Writes the slots of all layers of a model together: the first layer of a forward writes for those after it.
 
-    A layer takes what is written once, and in the order in which layers are called; when it asks again, or out of turn,
-    everything is written anew: an optimizer may have changed U, L and R without a trace in autograd's version counters.
+    Each layer uses a batch once, and layers are called in the order of their slots. A layer that asks again, or out of
+    order, starts a new forward: all slots are written again, because an optimizer can change U, L and R without
+    changing autograd's version counters.
     """
 
-    # Of how many sets of adapters it is remembered what was written together.
+    # Number of adapter sets whose tables are kept for being written again.
     _SETS = 16
 
     def __init__(self) -> None:
         self._last = -1
-        # What was written together before it was restored together, the latest first, and whether nothing was since.
-        self._before: list[list[_Tables]] = []
+        # Tables that were written and then restored as a whole, the latest first.
+        self._earlier_tables: list[list[_Tables]] = []
+        # Whether nothing was written since they were restored.
         self._is_restored = False
         self._slots: weakref.WeakValueDictionary[int, WeightSlot] = weakref.WeakValueDictionary()
         self._counter = itertools.count()
@@ -185,16 +207,16 @@ class BatchedWriter:
         return BatchedWriter, ()
 
     def add(self, slot: WeightSlot) -> WeightSlot:
-        """Take part from now on."""
+        """Write this slot with the others from now on; returns it."""
         slot.place = next(self._counter)
         self._slots[slot.place] = slot
         self._tables = []
         return slot
 
     def refresh(self, *slots: WeightSlot) -> None:
-        """Make the weights and the copies of `slots` current, in this order."""
+        """Write U, L and R of `slots` if they may have changed, in this order. Called by the layers' forward."""
         if torch._C._current_graph_task_id() != -1:
-            # Inside a backward (gradient checkpointing): what its forward used still holds.
+            # Inside a backward (gradient checkpointing), values are those of the forward.
             for slot in slots:
                 slot.ensure()
             return
@@ -209,14 +231,15 @@ class BatchedWriter:
         self._is_restored = False
 
     def restore(self) -> None:
-        """Put the bits of all weights back, before other adapters are used; what a `refresh` wrote, in one launch.
+        """Restore all weights, for instance before other adapters are used; those of one batch in one launch.
 
-        The forward that uses these adapters again writes them together.
+        The next forward with these adapters writes them together again.
         """
-        if self._tables and all([tables.hold() for tables in self._tables]):
+        if self._tables and all([tables.are_written() for tables in self._tables]):
             for tables in self._tables:
                 tables.restore()
-            self._before = [self._tables, *(each for each in self._before if each is not self._tables)][: self._SETS]
+            others = [earlier for earlier in self._earlier_tables if earlier is not self._tables]
+            self._earlier_tables = [self._tables, *others][: self._SETS]
             self._is_restored = True
         for slot in self._slots.values():
             if slot.written:
@@ -224,38 +247,40 @@ class BatchedWriter:
 
     @staticmethod
     def restore_others(weight: Tensor) -> None:
-        """Put the bits of a weight back that is also another model's, whose adapter is written into it."""
+        """Restore a weight that this model shares with another one, whose adapter is written into it."""
         owner = _owners.get(weight.data_ptr()) if type(weight) in (nn.Parameter, Tensor) else None
         if owner is not None and owner.written:
             owner.restore()
 
-    def forget(self) -> None:
-        """Write no layer for another from now on, until all have been used again: one may have left."""
-        self._before = []
+    def forget_batches(self) -> None:
+        """Write each layer on its own until all have been called again: a layer may have left the model."""
+        self._earlier_tables = []
 
-    def drop(self, *slots: WeightSlot) -> None:
-        """Write these no more, though a graph or a group of layers may still hold them: nobody would restore them."""
+    def remove(self, *slots: WeightSlot) -> None:
+        """Stop writing these slots. Graphs may still refer to them, but nothing would restore their weights."""
         for slot in slots:
             self._slots.pop(slot.place, None)
-        self._before, self._tables = [], []
+        self._earlier_tables, self._tables = [], []
 
     def _write_again(self, slot: WeightSlot) -> bool:
-        """Write what was written together with this slot before, if it can be."""
-        for before in self._before:
-            if any(tables.has(slot) for tables in before):
-                if not all(tables.can_return() for tables in before):
+        """Write the earlier batch that contains this slot; returns False where there is none that can be written."""
+        for batch in self._earlier_tables:
+            if any(tables.contains(slot) for tables in batch):
+                if not all(tables.can_be_rewritten() for tables in batch):
                     return False
-                self._tables = before
-                for tables in before:
+                self._tables = batch
+                for tables in batch:
                     tables.prepare()
                     tables.run(fresh=True)
                 return True
         return False
 
     def _run(self) -> None:
-        # The tables are of all slots that were written when they were made: one that is written since makes new ones.
+        """Write all slots that are written; with new tables if there are more of them, or a tensor has moved."""
         count = sum([slot.written for slot in self._slots.values()])
-        if count != sum([tables.count for tables in self._tables]) or not all([each.hold() for each in self._tables]):
+        if count != sum([tables.count for tables in self._tables]) or not all(
+            [tables.are_written() for tables in self._tables]
+        ):
             groups: dict[Any, list[WeightSlot]] = {}
             for slot in self._slots.values():
                 if slot.written:
@@ -267,12 +292,12 @@ class BatchedWriter:
 
 
 class _Tables:
-    """The device tables of some slots of one kind, all of them prepared."""
+    """Tables on the device for writing several slots of one `kind` in one launch; the slots are prepared."""
 
     def __init__(self, slots: list[WeightSlot]) -> None:
         self.count = len(slots)
         self._slots = [weakref.ref(slot) for slot in slots]
-        self._addresses = self._now(slots)
+        self._addresses = self._current_addresses(slots)
         self._write = self._pack = None
         writes = [
             (slot.weight, slot.indices, slot.values, slot.saved)
@@ -290,36 +315,36 @@ class _Tables:
             self._pack = write_kernels.pack_table(packs)
 
     @staticmethod
-    def _now(slots: list[Any]) -> list[int]:
-        """Where everything lies that a table names; a tensor of another dtype lies elsewhere too."""
+    def _current_addresses(slots: list[Any]) -> list[int]:
+        """Addresses of all tensors in a table; a tensor that changes its dtype changes its address too."""
         tensors = [(slot.weight, slot.values, slot.saved, slot.L, slot.R) for slot in slots]
-        return [tensor.data_ptr() for each in tensors for tensor in each if tensor is not None]
+        return [tensor.data_ptr() for of_slot in tensors for tensor in of_slot if tensor is not None]
 
-    def hold(self) -> bool:
-        """Whether these tables still say where the slots are, and all of them are written."""
-        return self._hold(written=True)
+    def are_written(self) -> bool:
+        """Whether the addresses are still valid and all slots are written."""
+        return self._are_valid(written=True)
 
-    def can_return(self) -> bool:
-        """Whether these tables still say where the slots are, none of them is written, and all layers are called."""
-        return self._hold(written=False) and all([slot.is_called() for ref in self._slots if (slot := ref())])
+    def can_be_rewritten(self) -> bool:
+        """Whether the addresses are still valid, no slot is written, and the model calls all layers."""
+        return self._are_valid(written=False) and all([slot.is_called() for ref in self._slots if (slot := ref())])
 
-    def _hold(self, *, written: bool) -> bool:
+    def _are_valid(self, *, written: bool) -> bool:
         slots = [ref() for ref in self._slots]
-        as_asked = [slot is not None and slot.written is written for slot in slots]
-        return all(as_asked) and self._now(slots) == self._addresses
+        as_expected = [slot is not None and slot.written is written for slot in slots]
+        return all(as_expected) and self._current_addresses(slots) == self._addresses
 
-    def has(self, slot: WeightSlot) -> bool:
+    def contains(self, slot: WeightSlot) -> bool:
         return any([ref() is slot for ref in self._slots])
 
     def prepare(self) -> None:
-        """Save all weights on their supports, before they are written anew."""
+        """Save all weights on their supports before the first write."""
         for ref in self._slots:
             slot = ref()
             if slot is not None:
                 slot.prepare()
 
     def restore(self) -> None:
-        """Put the bits of all weights back."""
+        """Restore all weights."""
         if self._write is not None:
             write_kernels.restore_supports(self._write)
         for ref in self._slots:
@@ -328,7 +353,7 @@ class _Tables:
                 slot.written = slot.fresh = False
 
     def run(self, *, fresh: bool = False) -> None:
-        """Write and copy anew."""
+        """Write U of all slots and copy their L and R."""
         if self._write is not None:
             write_kernels.write_supports(self._write)
         if self._pack is not None:

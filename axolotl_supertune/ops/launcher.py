@@ -1,8 +1,8 @@
-"""Launching Triton kernels without a look-up at every launch.
+"""Launches compiled Triton kernels directly, past Triton's own dispatch.
 
-Triton's own dispatch takes tens of microseconds of Python a launch, and asks the driver about every tensor it is given.
-A training step has hundreds of launches, and on a slow host the GPU would wait for them. A `Call` binds what never
-changes once; what changes it is given as addresses.
+Triton's dispatch takes tens of microseconds of Python per launch and queries the driver about every tensor argument. A
+training step has hundreds of launches, so that on a slow host the GPU would wait. A `Call` binds the arguments that do
+not change once; those that change are passed as addresses.
 """
 
 import os
@@ -16,21 +16,22 @@ Launch = Callable[[tuple[int, int, int], int, tuple[Any, ...]], Any]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# What a kernel is given for a tensor: its address; the tensor itself where Triton interprets.
+# The kernel argument for a tensor: its address, or under the interpreter the tensor itself.
 address: Any = (lambda tensor: tensor) if INTERPRETED else Tensor.data_ptr
 
 
 class Call:
-    """A kernel with its last arguments and constants bound.
+    """A Triton kernel with its trailing arguments bound, compiled at its first launch.
 
     Args:
-        kernel: a `triton.jit` function whose arguments are, in this order: those that change from call to call (first
-            tensors, aligned to 16 bytes; then numbers, which the kernel must not specialise on), those of `bound`, and
-            the constants.
-        dtypes: of the tensors that change. Nobody checks that those given later are of them, and on `device`.
-        bound: tensors and numbers that stay. The tensors are on `device`, and live as long as this.
+        kernel: a `triton.jit` function. Its arguments, in this order: those that change from call to call (tensors,
+            aligned to 16 bytes, then numbers, which the kernel must not specialise on), those of `bound`, and the
+            constants.
+        dtypes: of the tensors that change. Later calls are not checked for dtype or device.
+        bound: tensors and numbers that stay the same. The tensors are on `device`; this object keeps them alive.
         constants: the constexpr arguments.
-        device: where it runs.
+        device: the CUDA device, or the CPU under the interpreter.
+        num_warps, num_stages: Triton's launch options.
     """
 
     __slots__ = ("_bound", "_constants", "_device", "_dtypes", "_kernel", "_launch", "_options", "_tail")
@@ -49,11 +50,11 @@ class Call:
         self._kernel, self._dtypes, self._bound, self._constants = kernel, dtypes, bound, constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._device = device.index or 0
-        self._tail = (*(address(each) if isinstance(each, Tensor) else each for each in bound), *constants)
+        self._tail = (*(address(item) if isinstance(item, Tensor) else item for item in bound), *constants)
         self._launch: Launch | None = None
 
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
-        """Launch with the arguments that change, tensors as `address` gives them; nothing if the grid is empty."""
+        """Launch with the arguments that change, tensors as `address` returns them; an empty grid launches nothing."""
         if INTERPRETED:
             if all(grid):
                 self._kernel[grid](*args, *self._tail, **self._options)
@@ -73,53 +74,53 @@ class Call:
 
 
 def direct_launch(compiled: Any, count: int) -> Launch:
-    """What launches a compiled kernel of `count` arguments: the function in C that Triton itself calls in the end.
+    """A launch function for a compiled kernel of `count` arguments: Triton's C launcher with fixed arguments bound.
 
-    Triton prepares every launch anew, in Python that takes longer than the launch. What it hands to that function is
-    seen once, from a call that stands in for it; where grid, stream and arguments are not found where every Triton
-    so far has them, Triton's own way is taken.
+    Triton prepares each launch in Python that takes longer than the launch. A dry call with the C launcher replaced
+    records the arguments that it gets. If grid, stream and kernel arguments are not at the positions that every Triton
+    version so far uses, the returned function goes through Triton's own launch.
     """
 
-    def usual(grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
+    def through_triton(grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
         compiled[grid](*args, stream=stream)
 
     launcher = compiled.run
     launch = getattr(launcher, "launch", None)
     if launch is None:
-        return usual
-    seen: list[Any] = []
-    changing: list[Any] = [object() for _ in range(4 + count)]
-    first, last = changing[:4], changing[4:]
-    launcher.launch = lambda *args: seen.extend(args)
+        return through_triton
+    recorded: list[Any] = []
+    markers: list[Any] = [object() for _ in range(4 + count)]
+    grid_and_stream, arguments = markers[:4], markers[4:]
+    launcher.launch = lambda *args: recorded.extend(args)
     try:
-        compiled[tuple(first[:3])](*last, stream=first[3])
-    except TypeError:  # it computes with the grid: the kernel needs scratch memory
-        return usual
+        compiled[tuple(grid_and_stream[:3])](*arguments, stream=grid_and_stream[3])
+    except TypeError:  # Triton computes with the grid, because the kernel needs scratch memory
+        return through_triton
     finally:
         launcher.launch = launch
-    if seen[:4] == first and seen[-count:] == last:
-        fixed = seen[4:-count]
+    if recorded[:4] == grid_and_stream and recorded[-count:] == arguments:
+        fixed = recorded[4:-count]
         return lambda grid, stream, args: launch(*grid, stream, *fixed, *args)
-    if seen[:4] == first and list(seen[-1]) == last:
-        fixed = seen[4:-1]
+    if recorded[:4] == grid_and_stream and list(recorded[-1]) == arguments:
+        fixed = recorded[4:-1]
         return lambda grid, stream, args: launch(*grid, stream, *fixed, args)
-    return usual
+    return through_triton
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself, or a copy where a view begins in the middle of 16 bytes: the kernels were compiled for whole ones."""
+    """x, or a copy if x does not begin at a multiple of 16 bytes: the kernels are compiled for that alignment."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def places(buffer: Tensor, sizes: Sequence[int]) -> list[Any]:
-    """Where operands of these numbers of elements lie, one after another, in a contiguous buffer: as `address` says.
+def split_addresses(buffer: Tensor, sizes: Sequence[int]) -> list[Any]:
+    """Addresses of consecutive operands of these numbers of elements in a contiguous buffer, as `address` returns them.
 
-    One allocation and a few additions serve where a tensor each would cost more than the launch.
+    One allocation and a few additions; allocating a tensor per operand would cost more than the launch.
     """
     if INTERPRETED:
         return list(buffer.view(-1).split([*sizes, buffer.numel() - sum(sizes)]))[: len(sizes)]
-    found, at, each = [], buffer.data_ptr(), buffer.element_size()
+    addresses, position, width = [], buffer.data_ptr(), buffer.element_size()
     for size in sizes:
-        found.append(at)
-        at += size * each
-    return found
+        addresses.append(position)
+        position += size * width
+    return addresses

@@ -1,8 +1,8 @@
-"""The Triton functions that `kernels` binds and launches; shapes and meanings are there.
+"""Triton functions of the computing kernels; `kernels` binds and launches them, and says the shapes.
 
-Every argument that changes from call to call is excluded from specialisation: one compilation serves every length.
-Sizes of layers are specialised on, for wide loads. Where several layers share a launch, a program finds out by its
-block which one it works for.
+`do_not_specialize` names the arguments that change from call to call, so that one compilation serves every sequence
+length. Layer sizes are specialised on, for wide loads. Where up to three layers (PARTS) share a launch, a program finds
+its layer by its block number: `end0` is the first block of the second layer, `end1` that of the third.
 """
 
 import triton
@@ -14,6 +14,7 @@ def transpose(
     x0, x1, x2, x3, out0, out1, out2, out3, tokens, blocks, width0, width1, width2, width3, end0, end1, end2,
     PARTS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """out_k (n_k, blocks·64) = x_kᵀ, zeros behind T; see `kernels.Transpose`. Program (block of T, block of all n)."""
     padded = blocks * 64
     block = tl.program_id(1)
     x, out, width, begin = x0, out0, width0, 0
@@ -39,6 +40,11 @@ def sampled_product(
     indices2, order2, owner2, start2, features2, by_row2,
     end0, end1, PARTS: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
+    """out[entry] = own[owner] · other[feature] for the entries of a chunk; see `kernels.SampledProducts`.
+
+    `own` is the transposed operand of the side that the chunk's entries share, `other` that of the other side. Program
+    (chunk over all parts).
+    """
     padded = blocks * 64
     chunk = tl.program_id(0)
     own, other, indices, order, owner, start, out = own0, other0, indices0, order0, owner0, start0, out0
@@ -80,7 +86,10 @@ def sampled_product(
 
 @triton.jit
 def _kept(seed, stream, t, octet, threshold, BT: tl.constexpr, BN: tl.constexpr):
-    """(BT, BN) bool: which of BN features, in BN / 8 octets, dropout keeps; depends on these arguments alone."""
+    """(BT, BN) bool: the features that dropout keeps; `octet` are the BN / 8 numbers of eight features each.
+
+    A pure function of its arguments, so that backward draws the mask of forward again.
+    """
     zero = t[:, None] * 0 + octet[None, :] * 0
     a, b, c, d = tl.philox(seed, zero + t[:, None], zero + octet[None, :], zero + stream, zero, 7)
     words = tl.join(tl.join(a, b), tl.join(c, d))
@@ -90,7 +99,7 @@ def _kept(seed, stream, t, octet, threshold, BT: tl.constexpr, BN: tl.constexpr)
 
 @triton.jit
 def _packed_tile(factor, n, width, RANK: tl.constexpr):
-    """(RANK, len(n)) of a packed factor, zeros outside."""
+    """Columns n of a packed factor, (RANK, len(n)); zeros beyond its width."""
     r = tl.arange(0, RANK)
     return tl.load(factor + r[:, None] * width + n[None, :], mask=n[None, :] < width, other=0.0)
 
@@ -100,6 +109,7 @@ def _thin(
     tile, total, seed, t, n0, n, width, factor, threshold, stream,
     DROP: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """total + dropout(tile)·factorᵀ: one step over n of `narrow`, without dropout's 1/(1-p)."""
     if DROP:
         kept = _kept(seed, stream, t, n0 // 8 + tl.arange(0, BN // 8), threshold, BT, BN)
         tile = tl.where(kept, tile, tl.zeros_like(tile))
@@ -111,6 +121,7 @@ def narrow(
     x, out, tokens, seed, factor0, factor1, factor2, width, threshold, stream,
     PARTS: tl.constexpr, DROP: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """out (T, PARTS·RANK) = dropout_k(x)·factor_kᵀ; see `kernels.Narrow`. Program (block of T)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     r = tl.arange(0, RANK)
     total0 = tl.zeros([BT, RANK], dtype=tl.float32)
@@ -141,6 +152,7 @@ def narrow_each(
     x0, x1, x2, out, tokens, factor0, factor1, factor2, width0, width1, width2,
     PARTS: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """out (T, PARTS·RANK) = x_k·factor_kᵀ; see `kernels.NarrowEach`. Program (block of T, part)."""
     part = tl.program_id(1)
     x, factor, width = x0, factor0, width0
     if PARTS > 1 and part == 1:
@@ -164,6 +176,7 @@ def widen(
     inner, out0, out1, out2, tokens, factor0, factor1, factor2, width0, width1, width2, end0, end1,
     PARTS: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """out_k (T, n_k) = inner_k·factor_k; see `kernels.Widen`. Program (block of all n, block of T)."""
     block = tl.program_id(0)
     out, factor, width, begin, part = out0, factor0, width0, 0, 0
     if PARTS > 1 and block >= end0:
@@ -185,6 +198,7 @@ def _outer_part(
     tile, total, passed, left, seed, t, n0, weights, threshold, stream,
     DROP: tl.constexpr, THROUGH: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """One step over tokens of `outer`: total + leftᵀ·dropout(tile), and passed + the masked left·weights."""
     if THROUGH:
         back = tl.dot(left, weights, input_precision="ieee")
     if DROP:
@@ -203,6 +217,10 @@ def outer(
     PARTS: tl.constexpr, DROP: tl.constexpr, THROUGH: tl.constexpr,
     RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """Per span of tokens innerᵀ·dropout(x), and the gradient of x through the factors; see `kernels.ThinGradients`.
+
+    sums is (spans, PARTS·RANK, b) in fp32. Program (block of b, span).
+    """
     n0 = tl.program_id(0) * BN
     split = tl.program_id(1)
     n = n0 + tl.arange(0, BN)
@@ -251,6 +269,7 @@ def outer_each(
     x0, x1, x2, inner, sums, tokens, span, width0, width1, width2, end0, end1, start0, start1, start2, columns,
     PARTS: tl.constexpr, RANK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """sums (spans, RANK, Σ c_k) = inner_kᵀ·x_k per span of tokens, fp32. Program (block of all c, span)."""
     block = tl.program_id(0)
     split = tl.program_id(1)
     x, width, start, begin, part = x0, width0, start0, 0, 0
@@ -279,7 +298,10 @@ def reduce(
     width0, width1, width2, start0, start1, start2, rank0, rank1, rank2, scale0, scale1, scale2, columns, features,
     PARTS: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Parts 0 to PARTS are the dL, scaled and stored (c, r); those after them the dR, stored (r, b)."""
+    """Sum the spans of `outer_each` and `outer` in a fixed order: dL_k (c, r) scaled, and dR_k (r, b).
+
+    Program (block of n, which): `which` < PARTS is a dL, the others are dR.
+    """
     which = tl.program_id(1)
     part = which % PARTS
     left, right, width, start, rank, scale = left0, right0, width0, start0, rank0, scale0
@@ -309,6 +331,7 @@ def reduce(
 
 @triton.jit(do_not_specialize=["tokens"])
 def swiglu(gate, up, out, tokens, width, BLOCK: tl.constexpr):
+    """out = silu(gate)·up; see `kernels.Swiglu`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < tokens.to(tl.int64) * width
     g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
@@ -323,6 +346,7 @@ def swiglu_backward(
     dh, gate, up, d_gate, d_up, d_gate_t, d_up_t, product_t, tokens, blocks, width,
     TRANSPOSED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """d_gate and d_up from dh, and if TRANSPOSED their transposed copies and that of silu(gate)·up."""
     padded = blocks * 64
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -341,14 +365,15 @@ def swiglu_backward(
     tl.store(d_up + at, du, mask=inside)
     if TRANSPOSED:
         to = n[:, None].to(tl.int64) * padded + t[None, :]
-        there = (n[:, None] < width) & (t[None, :] < padded)
-        tl.store(d_gate_t + to, tl.trans(dg), mask=there)
-        tl.store(d_up_t + to, tl.trans(du), mask=there)
-        tl.store(product_t + to, tl.trans((silu * u).to(kind)), mask=there)
+        stored = (n[:, None] < width) & (t[None, :] < padded)
+        tl.store(d_gate_t + to, tl.trans(dg), mask=stored)
+        tl.store(d_up_t + to, tl.trans(du), mask=stored)
+        tl.store(product_t + to, tl.trans((silu * u).to(kind)), mask=stored)
 
 
 @triton.jit(do_not_specialize=["tokens", "seed", "threshold", "stream"])
 def mask(out, tokens, seed, width, threshold, stream, BT: tl.constexpr, BN: tl.constexpr):
+    """out (T, n) = the dropout mask; see `kernels.dropout_mask`."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n0 = tl.program_id(1) * BN
     n = n0 + tl.arange(0, BN)

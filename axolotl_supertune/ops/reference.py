@@ -1,10 +1,10 @@
-"""Plain PyTorch, any device: what every faster path is tested against.
+"""The adapted linear layer in plain PyTorch on any device; the faster paths are tested against it.
 
-The sparse part is applied as a weight, rounded once: W + M⊙U in the dtype of W, exactly what a merge writes. The
-low-rank part is applied as LoRA applies it, as a second product on the dropped-out input.
+The sparse part changes the weight: W + M⊙U, summed in fp32 and rounded once to the dtype of W, as a merge does. The
+low-rank part is a second product on the input after dropout, as in LoRA.
 
-Between forward and backward only the layer's input is kept (and references to parameters): the effective weight is
-built again in backward, and the dropout mask is drawn again from the saved generator state.
+Forward saves only the input and references to the parameters. Backward forms W + M⊙U again, draws the dropout mask
+again from the saved generator state, and takes dU from the dense gradient dyᵀ·x, as the paper does.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# PyTorch's own, as it is now: DeepSpeed's zero.Init puts an autograd function in its place, of which each call costs
-# the host more than a small product, and which within these functions is for nothing.
+# A reference to PyTorch's function: DeepSpeed's zero.Init replaces F.linear by an autograd function that costs the host
+# more than a small product, and has no use inside the autograd functions here.
 linear = F.linear
 
 
 class Sparse(NamedTuple):
-    """One sparse part M⊙U: `values` (s,) are U on the support, `indices` (s,) its sorted flat indices."""
+    """A sparse part M⊙U: `values` (s,) are U on the support, `indices` (s,) the support: sorted flat indices."""
 
     values: Tensor
     indices: Tensor
 
 
 class LowRank(NamedTuple):
-    """One low-rank part γ·L·R: L (c, r), R (r, b), γ, and the dropout probability of its input."""
+    """A low-rank part γ·L·R: L (c, r), R (r, b), γ as `scaling`, and the dropout probability of its input."""
 
     L: Tensor
     R: Tensor
@@ -54,7 +54,7 @@ def effective_weight(weight: Tensor, sparse: Sequence[Sparse]) -> Tensor:
 
 
 def add_sparse_(weight: Tensor, part: Sparse) -> Tensor:
-    """`effective_weight` with one part, written into `weight` itself, which is contiguous."""
+    """`effective_weight` with one part, in place; `weight` is contiguous."""
     flat, (values, indices) = weight.view(-1), part
     flat[indices] = (flat[indices].to(_wide(weight, values)) + values.detach()).to(weight.dtype)
     return weight
@@ -83,29 +83,29 @@ def sparse_linear(
         x: (..., b).
         weight: (c, b), frozen: it gets no gradient.
         bias: (c,) or None.
-        sparse, low_rank: the parts of all active adapters; U, L, R usually fp32 whatever the dtype of W.
+        sparse, low_rank: the parts of all active adapters; U, L and R are usually fp32, whatever the dtype of W.
 
     Returns:
-        (..., c), in the dtype a plain linear layer would give (that of W, or autocast's).
+        (..., c), in the dtype of a plain linear layer: that of W, or autocast's.
 
     Raises:
-        ValueError: W wants a gradient; it would get none and not train, without a word.
+        ValueError: W requires a gradient; it would get none and silently not train.
     """
     check_frozen(weight)
     tensors = [tensor for part in sparse for tensor in part] + [tensor for part in low_rank for tensor in part[:2]]
     settings = [(part.scaling, part.dropout) for part in low_rank]
-    return _applied(x, weight, bias, len(sparse), settings, *tensors)
+    return _apply(x, weight, bias, len(sparse), settings, *tensors)
 
 
-# The compiler breaks its graph here: traced by torch 2.11, this function's backward is given zeros for dy, and U, L and
-# R would not train, without a word.
+# A graph break for the compiler: traced by torch 2.11, this function's backward gets zeros for dy, and U, L and R
+# silently do not train.
 @torch.compiler.disable
-def _applied(*arguments: Any) -> Tensor:
+def _apply(*arguments: Any) -> Tensor:
     return _SparseLinear.apply(*arguments)
 
 
 def check_frozen(weight: Tensor) -> None:
-    """Raise ValueError where W wants a gradient: it would get none."""
+    """Raise ValueError if W requires a gradient, which it would not get."""
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError("the weight of an adapted layer is trainable: freeze it, only U, L and R are trained here.")
 
@@ -122,7 +122,7 @@ class _SparseLinear(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         sparse, low_rank = split_parts(sparse_parts, settings, tensors)
-        # Inside forward autocast is still on and in backward it is off: both cast explicitly, to the same dtype.
+        # Autocast is on in forward and off in backward: both cast explicitly, to the same dtype.
         ctx.compute = autocast_dtype(x.device.type)
         ctx.sparse_parts, ctx.settings = sparse_parts, settings
         with torch.autocast(x.device.type, enabled=False):
@@ -131,7 +131,7 @@ class _SparseLinear(torch.autograd.Function):
             del effective
             dtype = y.dtype
             y, ctx.generator_states = add_low_rank(y, x, low_rank, ctx.compute)
-        # A layer whose own parts need no gradient passes dy·Ŵ on and needs no input for that.
+        # dx = dy·Ŵ needs no input: it is saved only if a part of this layer needs a gradient.
         keep_x = any(ctx.needs_input_grad[5:])
         ctx.save_for_backward(x if keep_x else None, weight, *tensors)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -153,7 +153,7 @@ class _SparseLinear(torch.autograd.Function):
             grads: list[Tensor | None] = [None] * len(tensors)
 
             if any(needs[: 2 * len(sparse) : 2]):
-                # The reference takes the whole gradient of W and reads it on the support; it lives only here.
+                # The dense gradient of W, read on the support and freed at once.
                 full = outer_sum(cast(dy_rows, compute), cast(rows_of(x), compute))
                 for part, (values, indices) in enumerate(sparse):
                     if needs[2 * part]:
@@ -171,9 +171,9 @@ class _SparseLinear(torch.autograd.Function):
 def add_low_rank(
     y: Tensor, x: Tensor, low_rank: Sequence[LowRank], compute: torch.dtype | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """y (..., c) + Σ γ·dropout(x)·Rᵀ·Lᵀ for x (..., b), and the generator's state before each dropout.
+    """y (..., c) + Σ γ·dropout(x)·Rᵀ·Lᵀ for x (..., b), and the state of the random generator before each dropout.
 
-    The products are computed in `compute`, or in the dtype of R and L; autocast is off where this is called.
+    Products are in `compute`, or in the dtype of R and L if that is None. The caller has turned autocast off.
     """
     states = []
     for L, R, scaling, dropout in low_rank:
@@ -196,13 +196,15 @@ def low_rank_gradients(
     """Backward of `add_low_rank`.
 
     Args:
-        x: its input; only read where a gradient of L or R is needed.
+        x: its input (..., b); may be None if no gradient of L or R is needed.
         dy_rows: (T, c).
-        dx: (..., b), what the input's gradient is added to, or None if there is to be none.
-        needs: for L and R of every part in turn, whether its gradient is wanted.
+        dx: (..., b), the gradient of x so far; None if it is not needed.
+        states: the generator states from forward.
+        needs: per part, whether the gradients of L and of R are needed: [L_0, R_0, L_1, …].
+        compute: as in forward.
 
     Returns:
-        dx with the low-rank parts, and dL and dR of every part in turn.
+        dx plus the low-rank parts', and [dL_0, dR_0, dL_1, …].
     """
     grads: list[Tensor | None] = []
     for part, ((L, R, scaling, dropout), state) in enumerate(zip(low_rank, states, strict=True)):
@@ -229,6 +231,7 @@ def low_rank_gradients(
 def split_parts(
     sparse_parts: int, settings: list[tuple[float, float]], tensors: Sequence[Tensor]
 ) -> tuple[list[Sparse], list[LowRank]]:
+    """The parts from the flat tensors that an autograd function takes, and (scaling, dropout) of the low-rank ones."""
     cut = 2 * sparse_parts
     sparse = [Sparse(*tensors[at : at + 2]) for at in range(0, cut, 2)]
     low_rank = [
@@ -239,6 +242,7 @@ def split_parts(
 
 
 def _sum_sparse(weight: Tensor, sparse: Sequence[Sparse]) -> Tensor:
+    """W + Σ M⊙U (c, b) in fp32 (or fp64), not rounded."""
     wide = _wide(weight, *(part.values for part in sparse))
     total = weight.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
     flat = total.view(-1)
@@ -253,7 +257,7 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 
 
 def outer_sum(a: Tensor, b: Tensor) -> Tensor:
-    """aᵀ·b of (tokens, m) and (tokens, n): (m, n), in fp32 for 16-bit operands, so that no gradient is rounded."""
+    """aᵀ·b (m, n) of a (T, m) and b (T, n); in fp32 for 16-bit operands, so that gradients are not rounded."""
     if a.dtype in (torch.float16, torch.bfloat16):
         if a.is_cuda:
             return torch.mm(a.t(), b, out_dtype=torch.float32)
@@ -262,37 +266,38 @@ def outer_sum(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
+    """(..., n) → (T, n)."""
     return x.reshape(-1, x.shape[-1])
 
 
 def cast(tensor: Any, dtype: torch.dtype | None) -> Any:
-    """tensor in dtype; None, and a tensor without a dtype to be in, as they are."""
+    """The tensor in this dtype; unchanged if either is None."""
     return tensor if dtype is None or tensor is None else tensor.to(dtype)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast computes in on this kind of device, or None where it is off."""
+    """Autocast's dtype on this type of device, or None where it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
-    """The module that holds the device's default generator, and the argument that names the device to it."""
+    """The torch module with the device's default random generator, and the device argument of its functions."""
     return (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
 
 
 def _generator_state(device: torch.device) -> Tensor:
-    module, where = _generator(device)
-    return module.get_rng_state(*where)
+    module, device_argument = _generator(device)
+    return module.get_rng_state(*device_argument)
 
 
 def _dropout_again(x: Tensor, dropout: float, state: Tensor | None) -> Tensor:
-    """The dropout that was drawn at `state`, whatever was drawn since; the mask depends on the shape, not on x."""
+    """dropout(x) with the mask drawn at `state`, which depends on the shape of x only; later states are preserved."""
     if state is None:
         return x
-    module, where = _generator(x.device)
-    now = module.get_rng_state(*where)
-    module.set_rng_state(state, *where)
+    module, device_argument = _generator(x.device)
+    current = module.get_rng_state(*device_argument)
+    module.set_rng_state(state, *device_argument)
     try:
         return F.dropout(x, dropout)
     finally:
-        module.set_rng_state(now, *where)
+        module.set_rng_state(current, *device_argument)

@@ -1,4 +1,4 @@
-"""The Triton functions that `writing` binds and launches; shapes and meanings are there."""
+"""Triton functions of the writing kernels; `write_kernels` binds and launches them, and says the shapes."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def write(weight, indices, values, rows, owner, first, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """What was saved, with U or without; the first three arguments only name the types that `rows` point to."""
+    """weight[support] = saved, plus U if ADD, for every row of the table; see `write_kernels.WriteTable`.
+
+    The first three arguments are only there for their dtypes; the addresses of all tensors are in `rows`.
+    """
     block = tl.program_id(0)
     row = tl.load(owner + block)
     at = rows + row * 5
@@ -26,6 +29,7 @@ def write(weight, indices, values, rows, owner, first, ADD: tl.constexpr, BLOCK:
 
 @triton.jit
 def pack(factor, copy, rows, scales, owner, first, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """copy (RANK, n) = scale·factor (r, n) of every row, zeros beyond r; see `write_kernels.PackTable`."""
     block = tl.program_id(0)
     row = tl.load(owner + block)
     at = rows + row * 6
@@ -43,6 +47,7 @@ def pack(factor, copy, rows, scales, owner, first, RANK: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def put(weight, values, saved, indices, count, BLOCK: tl.constexpr):
+    """weight[indices] += values in fp32, rounded once; saved = the old entries; see `write_kernels.SupportWrite`."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < count
     place = weight + tl.load(indices + entry, mask=mask, other=0).to(tl.int64)
@@ -54,6 +59,7 @@ def put(weight, values, saved, indices, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def take_back(weight, saved, indices, count, BLOCK: tl.constexpr):
+    """weight[indices] = saved."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < count
     place = weight + tl.load(indices + entry, mask=mask, other=0).to(tl.int64)
@@ -62,6 +68,7 @@ def take_back(weight, saved, indices, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def pack_pair(left, right, left_copy, right_copy, c, b, rank, scale, blocks, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Packed copies of L and R of one layer; see `write_kernels.PackPair`. The first `blocks` programs copy L."""
     block = tl.program_id(0)
     r = tl.arange(0, RANK)[:, None].to(tl.int64)
     kind = left_copy.dtype.element_ty

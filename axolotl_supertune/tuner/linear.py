@@ -300,10 +300,10 @@ class SupraLinear(nn.Module, SupraLayer):
         if self.writer is None:
             self.writer = BatchedWriter()
         slot = self._slots.get((*names, dtype))
-        if slot is None or not slot.is_of(*operands):
+        if slot is None or not slot.is_made_of(*operands):
             self.restore()
             if slot is not None:
-                self.writer.drop(slot)
+                self.writer.remove(slot)
             slot = self._slots[*names, dtype] = self.writer.add(WeightSlot(*operands))
             slot.is_called = self._is_at_home
         return slot
@@ -324,7 +324,7 @@ class SupraLinear(nn.Module, SupraLayer):
     def get_base_layer(self) -> Any:
         """The base layer with its own weight, which no other layer's forward writes to until this layer's has run."""
         if self.writer is not None:
-            self.writer.forget()
+            self.writer.forget_batches()
         return super().get_base_layer()
 
     def restore(self) -> None:
@@ -337,7 +337,7 @@ class SupraLinear(nn.Module, SupraLayer):
     def invalidate_caches(self) -> None:
         self.restore()
         if self.writer is not None:
-            self.writer.drop(*self._slots.values())
+            self.writer.remove(*self._slots.values())
         if self.shared_input is not None:
             self.shared_input.invalidate_caches()
         for cache in _CACHES:

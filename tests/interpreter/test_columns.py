@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from axolotl_supertune.ops.fused import GatedMLP, Group, Layer, gated_mlp, linear_group
 from axolotl_supertune.ops.inplace_weight import BatchedWriter, WeightSlot
-from axolotl_supertune.ops.kernels import few_columns, make_sampling_plan
+from axolotl_supertune.ops.sampling_plan import few_columns, make_sampling_plan
 
 
 def make_slot(c, b, columns, seed):

@@ -9,7 +9,7 @@ from adapter_sequences import AdapterSequences
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from axolotl_supertune.ops import inplace_weight
+from axolotl_supertune.ops import write_kernels
 
 SETTINGS = settings(
     max_examples=20,
@@ -27,8 +27,8 @@ TINY |= {"num_key_value_heads": 1}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_any_sequence_computes_as_recomputed_and_leaves_the_bits_of_the_base(tiny_llama, monkeypatch, dtype):
     writes = []
-    write = inplace_weight.writing.write_supports
-    monkeypatch.setattr(inplace_weight.writing, "write_supports", lambda table: (writes.append(1), write(table)))
+    write = write_kernels.write_supports
+    monkeypatch.setattr(write_kernels, "write_supports", lambda table: (writes.append(1), write(table)))
     machine = type("KernelSequences", (AdapterSequences,), {"dtype": dtype, "same_bits": False})
     machine.make_base = staticmethod(lambda dtype: tiny_llama(dtype=dtype, **TINY))
     run_state_machine_as_test(machine, settings=SETTINGS)

@@ -1,4 +1,4 @@
-"""Each kernel of `ops.kernels` and `ops.writing` against the same thing in float64."""
+"""Each kernel of `ops.kernels` and `ops.write_kernels` against float64 PyTorch."""
 
 import pytest
 
@@ -10,6 +10,7 @@ from kernel_cases import SUPPORTS, make_support, relative_error
 
 from axolotl_supertune.method.sizes import padded_rank
 from axolotl_supertune.ops import Sparse, effective_weight, kernels, write_kernels
+from axolotl_supertune.ops.sampling_plan import make_sampling_plan
 
 CPU = torch.device("cpu")
 # One token; more than the padding; more than one span of a sum.
@@ -61,7 +62,7 @@ def test_transpose_pads_with_zeros(tokens, widths):
 def test_plan_visits_every_entry_once_in_chunks_of_one_feature(shape, kind):
     c, b = shape
     indices = make_support(c, b, 12, kind)
-    plan = kernels.make_sampling_plan(indices, shape)
+    plan = make_sampling_plan(indices, shape)
     assert plan.by_row == (c >= b)
     order = torch.arange(len(indices)) if plan.order is None else plan.order.long()
     assert torch.equal(order.sort().values, torch.arange(len(indices)))
@@ -90,7 +91,7 @@ def exact_sampled(indices, dy, x):
 def test_sampled_product_of_any_support(kind, shape):
     indices = make_support(*shape, 6, kind)
     dy, x = draw(65, shape[0]), draw(65, shape[1], seed=1)
-    (found,) = sampled([kernels.make_sampling_plan(indices, shape)], [(dy, x)])
+    (found,) = sampled([make_sampling_plan(indices, shape)], [(dy, x)])
     assert found.dtype == torch.float32
     assert_close(found, exact_sampled(indices, dy, x))
 
@@ -100,7 +101,7 @@ def test_sampled_product_of_any_support(kind, shape):
 def test_sampled_product_of_any_number_of_tokens(tokens, shape):
     indices = make_support(*shape, 6)
     dy, x = draw(tokens, shape[0]), draw(tokens, shape[1], seed=1)
-    (found,) = sampled([kernels.make_sampling_plan(indices, shape)], [(dy, x)])
+    (found,) = sampled([make_sampling_plan(indices, shape)], [(dy, x)])
     assert_close(found, exact_sampled(indices, dy, x))
 
 
@@ -108,7 +109,7 @@ def test_sampled_product_of_any_number_of_tokens(tokens, shape):
 def test_sampled_product_sums_16_bit_operands_in_fp32(dtype):
     indices = make_support(4, 3, 6)
     dy, x = draw(65, 4, dtype=dtype), draw(65, 3, seed=1, dtype=dtype)
-    (found,) = sampled([kernels.make_sampling_plan(indices, (4, 3))], [(dy, x)])
+    (found,) = sampled([make_sampling_plan(indices, (4, 3))], [(dy, x)])
     assert found.dtype == torch.float32
     assert_close(found, exact_sampled(indices, dy, x))
 
@@ -116,7 +117,7 @@ def test_sampled_product_sums_16_bit_operands_in_fp32(dtype):
 def test_sampled_product_of_int64_indices():
     indices = make_support(4, 3, 6).long()
     dy, x = draw(3, 4), draw(3, 3, seed=1)
-    (found,) = sampled([kernels.make_sampling_plan(indices, (4, 3))], [(dy, x)])
+    (found,) = sampled([make_sampling_plan(indices, (4, 3))], [(dy, x)])
     assert_close(found, exact_sampled(indices, dy, x))
 
 
@@ -141,7 +142,7 @@ def test_sampled_products_of_one_to_three_parts(parts, add):
     supports = [make_support(*shape, count, seed=at) for at, (shape, count) in enumerate(PARTS[parts])]
     x = draw(5, 4, seed=9)
     pairs = [(draw(5, shape[0], seed=at), x) for at, shape in enumerate(shapes)]
-    plans = [kernels.make_sampling_plan(indices, shape) for indices, shape in zip(supports, shapes, strict=True)]
+    plans = [make_sampling_plan(indices, shape) for indices, shape in zip(supports, shapes, strict=True)]
     outs = kernels.SampledProducts(plans, torch.float32).new()
     assert [out.numel() for out in outs] == list(counts)
     before = [draw(count, seed=20 + at) for at, count in enumerate(counts)]

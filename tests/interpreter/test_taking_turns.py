@@ -13,7 +13,7 @@ from peft import get_peft_model
 from torch import nn
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import dispatch, inplace_weight, kernels, write_kernels
+from axolotl_supertune.ops import dispatch, inplace_weight, sampling_plan, write_kernels
 from axolotl_supertune.tuner import SupraLinear
 
 TINY = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
@@ -78,7 +78,7 @@ def test_a_switch_is_a_launch_each_way_and_makes_nothing_anew(used, logits, monk
 
     for name in ("write_supports", "restore_supports", "pack_factors", "write_table", "pack_table"):
         note(write_kernels, name)
-    note(kernels, "make_sampling_plan")
+    note(sampling_plan, "make_sampling_plan")
     note(inplace_weight.WeightSlot, "__init__")
     note(inplace_weight.WeightSlot, "_write_single")
     for name in NAMES * 2:

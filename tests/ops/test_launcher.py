@@ -1,9 +1,9 @@
-"""Finding Triton's launch function: every layout of its arguments, those known and those not."""
+"""Triton's C launcher is found in every known layout of its arguments, and left alone in any other."""
 
 import pytest
 import torch
 
-from axolotl_supertune.ops.launcher import aligned, direct_launch, places
+from axolotl_supertune.ops.launcher import aligned, direct_launch, split_addresses
 
 FLAT = lambda grid, stream, args: (*grid, stream, "function", False, None, *args)  # noqa: E731
 NESTED = lambda grid, stream, args: (*grid, stream, "function", False, "signature", args)  # noqa: E731
@@ -66,10 +66,10 @@ def test_a_launcher_without_a_launch_function_is_left_to_triton():
     assert calls == [((1, 2, 3), 9, (5,))]
 
 
-def test_places_lie_one_after_another():
+def test_addresses_are_consecutive():
     buffer = torch.empty(10, dtype=torch.bfloat16)
     start = buffer.data_ptr()
-    assert places(buffer, [3, 0, 4]) == [start, start + 6, start + 6]
+    assert split_addresses(buffer, [3, 0, 4]) == [start, start + 6, start + 6]
 
 
 def test_aligned_copies_only_what_begins_in_between():
