@@ -13,6 +13,7 @@ import forked
 import pytest
 import torch
 from axolotl.utils.dict import DictDefault
+from axolotl_runs import made_once
 from packaging.version import Version
 from peft import PeftConfig
 from safetensors.torch import load_file, save_file
@@ -76,26 +77,45 @@ def free_port():
 
 
 @pytest.fixture
-def even_settings(settings, problems, tmp_path):
+def even_settings(settings, even_problems, tmp_path):
     """`settings` for runs that are to be equal: Axolotl averages the processes' mean losses, so every answer is of one
     length; no dropout, whose masks depend on the process; the smallest batches."""
-    data = tmp_path / "even.jsonl"
-    records = [json.loads(line) for line in problems[0].read_text().splitlines()]
-    data.write_text("".join(json.dumps({**record, "output": "The answer is seven."}) + "\n" for record in records))
 
     def make(processes, name, **changes):
-        return settings(
-            datasets=[{"path": str(data), "type": "alpaca"}],
-            dataset_prepared_path=str(tmp_path / "prepared"),
-            output_dir=str(tmp_path / name),
-            micro_batch_size=2 // processes,
-            calibration_batch_size=1,
-            lora_dropout=0.0,
-            max_memory={"cpu": "8GiB"},
-            **{"val_set_size": 0, "eval_steps": None, **changes},
-        )
+        return settings(output_dir=str(tmp_path / name), **even(even_problems, processes, **changes))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def even_problems(problems, session_folder):
+    """The path of the word problems, each with one answer."""
+
+    def make(folder):
+        records = [json.loads(line) for line in problems[0].read_text().splitlines()]
+        even = [json.dumps({**record, "output": "The answer is seven."}) + "\n" for record in records]
+        (folder / "even.jsonl").write_text("".join(even))
+
+    return made_once(session_folder / "even", make) / "even.jsonl"
+
+
+def even(data, processes, **changes):
+    return {
+        "datasets": [{"path": str(data), "type": "alpaca"}],
+        "micro_batch_size": 2 // processes,
+        "calibration_batch_size": 1,
+        "lora_dropout": 0.0,
+        "max_memory": {"cpu": "8GiB"},
+        "val_set_size": 0,
+        "eval_steps": None,
+        **changes,
+    }
+
+
+@pytest.fixture
+def in_one_process(trained, even_problems):
+    """A function (**changes) → the mapping of a run of `even_settings` that one process has trained."""
+    return lambda **changes: trained("one", **even(even_problems, 1, **changes)).mapping
 
 
 def logged_in(mapping, key):
@@ -123,9 +143,8 @@ def assert_equal_runs(here, there):
             assert torch.equal(two[name], tensor), name
 
 
-def test_two_processes_train_as_one_and_resume_each_other(even_settings, train, launch, base):
-    one, two = even_settings(1, "one"), even_settings(2, "two")
-    train(one)
+def test_two_processes_train_as_one_and_resume_each_other(even_settings, in_one_process, train, launch, base):
+    one, two = in_one_process(), even_settings(2, "two")
     status, output = launch(two, launcher=True)
     assert status == 0, output
     assert_equal_runs(one, two)
@@ -168,10 +187,9 @@ FSDP2 = {
 
 
 @pytest.mark.skipif(Version(version("axolotl")) < Version("0.21"), reason="FSDP2 is refused before Axolotl 0.21")
-def test_fsdp2_trains_as_one_process_and_resumes(even_settings, train, launch):
+def test_fsdp2_trains_as_one_process_and_resumes(even_settings, in_one_process, launch):
     """With `cpu_ram_efficient_loading` the second process holds no weight until the first gives it its shards."""
-    one = even_settings(1, "one")
-    train(one)
+    one = in_one_process()
     for name, efficient, more in (("two", False, {}), ("efficient", True, {}), ("resumed", True, {"resume": "two"})):
         asked = {"fsdp_version": 2, "fsdp_config": {**FSDP2, "cpu_ram_efficient_loading": efficient}}
         if more:
@@ -233,9 +251,8 @@ def stages_in(checkpoint):
     return [part["optimizer_state_dict"]["zero_stage"] for part in parts]
 
 
-def test_zero_2_trains_as_one_process_and_resumes(even_settings, train, launch_deepspeed):
-    one, two = even_settings(1, "one"), even_settings(2, "two", deepspeed=zero(2))
-    train(one)
+def test_zero_2_trains_as_one_process_and_resumes(even_settings, in_one_process, launch_deepspeed):
+    one, two = in_one_process(), even_settings(2, "two", deepspeed=zero(2))
     status, output = launch_deepspeed(two)
     assert status == 0, output
     assert_equal_runs(one, two)
@@ -555,11 +572,10 @@ def test_a_lost_shard_is_an_error(adapted, tmp_path, damage, message):
         check_saved(adapted, tmp_path)
 
 
-def test_a_checkpoint_that_another_adapter_came_out_of_stops_the_run(settings, train, monkeypatch):
+def test_a_checkpoint_that_another_adapter_came_out_of_stops_the_run(trained, train, monkeypatch):
     from axolotl.core.trainers.base import AxolotlTrainer
 
-    mapping = settings(max_steps=2, save_steps=2, eval_steps=None)
-    train(mapping)
+    mapping = trained(max_steps=2, save_steps=2, eval_steps=None).mapping
 
     def damaging(self, *args, **kwargs):
         original(self, *args, **kwargs)

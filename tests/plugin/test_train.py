@@ -13,12 +13,13 @@ import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
-from trainings import StopAt, adapter_of, eval_losses, losses
+from trainings import StopAt, adapter_of, eval_losses, logits, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from axolotl_supertune import ActivationNorms, SupertunePlugin
 
-PROMPTS = torch.randint(3, 400, (2, 17), generator=torch.Generator().manual_seed(1))
+# Two steps, a checkpoint of the second, and no evaluation.
+SHORT = {"max_steps": 2, "save_steps": 2, "eval_steps": None}
 
 
 def assert_equal_tensors(left, right):
@@ -27,18 +28,13 @@ def assert_equal_tensors(left, right):
         assert torch.equal(tensor, right[name]), name
 
 
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(PROMPTS).logits
-
-
-def test_training_lowers_the_eval_loss_and_saves_the_whole_adapter(settings, train, base):
-    mapping = settings()
-    trainer = train(mapping)
-    first, *_, last = eval_losses(trainer)
+def test_training_lowers_the_eval_loss_and_saves_the_whole_adapter(trained, base):
+    run = trained()
+    mapping = run.mapping
+    first, *_, last = run.eval_losses
     assert last < first
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), mapping["output_dir"])
-    assert torch.equal(logits(loaded), logits(trainer.model))
+    assert torch.equal(logits(loaded), run.logits)
     norms = ActivationNorms.load(Path(mapping["output_dir"]) / "activation_norms.safetensors")
     norms.check_model(AutoModelForCausalLM.from_pretrained(base))
     assert norms.provenance["samples"] == 4
@@ -46,10 +42,9 @@ def test_training_lowers_the_eval_loss_and_saves_the_whole_adapter(settings, tra
     assert norms.provenance["tokens"] == 256
 
 
-def test_two_runs_from_one_seed_write_the_same_adapter(settings, train, tmp_path):
-    one = settings(output_dir=str(tmp_path / "one"))
+def test_two_runs_from_one_seed_write_the_same_adapter(trained, settings, train, tmp_path):
+    trained("one")
     two = settings(output_dir=str(tmp_path / "two"))
-    train(one)
     torch.manual_seed(12345)  # what ran before must not matter
     train(two)
     for name in ("adapter_model.safetensors", "adapter_config.json", "activation_norms.safetensors"):
@@ -86,18 +81,16 @@ def test_the_finished_adapter_has_bf16_values_and_a_card(settings, train, tmp_pa
         assert line in card.text.splitlines(), card.text
 
 
-def test_another_seed_writes_another_adapter(settings, train, tmp_path):
-    one, two = settings(output_dir=str(tmp_path / "one")), settings(output_dir=str(tmp_path / "two"), seed=1)
-    train(one)
+def test_another_seed_writes_another_adapter(trained, settings, train, tmp_path):
+    one, two = trained("one").mapping, settings(output_dir=str(tmp_path / "two"), seed=1)
     train(two)
     assert any(not torch.equal(tensor, adapter_of(two)[name]) for name, tensor in adapter_of(one).items())
 
 
 @pytest.mark.parametrize("adapter", ["super", "supra"])
-def test_stop_and_resume_equals_not_stopping(settings, train, tmp_path, monkeypatch, adapter):
-    whole = settings(adapter=adapter, output_dir=str(tmp_path / "whole"))
+def test_stop_and_resume_equals_not_stopping(trained, settings, train, tmp_path, monkeypatch, adapter):
+    whole = trained("whole", adapter=adapter)
     stopped = settings(adapter=adapter, output_dir=str(tmp_path / "stopped"))
-    uninterrupted = train(whole)
 
     with monkeypatch.context() as patch:
         original = SupertunePlugin.add_callbacks_post_trainer
@@ -116,13 +109,12 @@ def test_stop_and_resume_equals_not_stopping(settings, train, tmp_path, monkeypa
     monkeypatch.setattr("axolotl_supertune.plugin.calibrate.calibrate", no_calibration)
     monkeypatch.setattr("axolotl_supertune.plugin.calibrate.calibration_windows", no_calibration)
     resumed = train({**stopped, "auto_resume_from_checkpoints": True})
-    assert_equal_tensors(adapter_of(whole), adapter_of(stopped))
-    assert losses(resumed) == losses(uninterrupted)
+    assert_equal_tensors(adapter_of(whole.mapping), adapter_of(stopped))
+    assert losses(resumed) == whole.losses
 
 
-def test_a_resumed_run_must_keep_its_method(settings, train):
-    mapping = settings()
-    train(mapping)
+def test_a_resumed_run_must_keep_its_method(trained, train):
+    mapping = trained().mapping
     checkpoint = str(Path(mapping["output_dir"]) / "checkpoint-4")
     for changes, message in [
         ({"supra_lambda": 0.3}, r"supra_lambda 0\.8 \(the YAML says 0\.3\)"),
@@ -173,21 +165,19 @@ def test_a_resumed_run_must_keep_its_base_calibration_and_rates(settings, train,
 
 
 @pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_without_the_optimizers_state_is_not_resumed(settings, train, lost):
+def test_a_checkpoint_without_the_optimizers_state_is_not_resumed(trained, train, lost):
     """The Trainer would go on, and begin the schedule of the learning rate anew."""
-    mapping = settings(max_steps=4)
-    train(mapping)
+    mapping = trained().mapping
     checkpoint = Path(mapping["output_dir"]) / "checkpoint-4"
     (checkpoint / lost).unlink()
     with pytest.raises(ValueError, match=f"{checkpoint} has no state of the optimizer .*lora_model_dir: {checkpoint}"):
-        train({**mapping, "max_steps": 8, "resume_from_checkpoint": str(checkpoint)})
+        train({**mapping, "resume_from_checkpoint": str(checkpoint)})
     train({**mapping, "max_steps": 1, "lora_model_dir": str(checkpoint)})
 
 
-def test_until_a_run_ends_the_finished_adapter_of_one_before_stays_what_it_was(settings, train, base, monkeypatch):
+def test_until_a_run_ends_the_finished_adapter_of_one_before_stays_what_it_was(trained, train, base, monkeypatch):
     """Axolotl writes the new one's config before training begins: it would be computed with another α."""
-    mapping = settings(max_steps=2)
-    train(mapping)
+    mapping = trained(**SHORT).mapping
 
     def loaded():
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), mapping["output_dir"])
@@ -220,9 +210,8 @@ def test_until_a_run_ends_the_finished_adapter_of_one_before_stays_what_it_was(s
         ("trainer_state.json", None),
     ],
 )
-def test_a_half_written_checkpoint_is_named(settings, train, name, content):
-    mapping = settings(max_steps=2, save_steps=2, eval_steps=None)
-    train(mapping)
+def test_a_half_written_checkpoint_is_named(trained, train, name, content):
+    mapping = trained(**SHORT).mapping
     part = Path(mapping["output_dir"]) / "checkpoint-2" / name
     part.unlink()
     if content is not None:
@@ -270,11 +259,10 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused(settings, train, mon
         train(settings())
 
 
-def test_merging_the_start_of_a_finished_run_is_refused(settings, train, write, tmp_path):
+def test_merging_the_start_of_a_finished_run_is_refused(trained, train, write, tmp_path):
     from axolotl.cli.merge_lora import do_cli
 
-    first = settings(max_steps=2, eval_steps=None)
-    train(first)
+    first = trained(**SHORT).mapping
     second = {**first, "output_dir": str(tmp_path / "second"), "lora_model_dir": first["output_dir"]}
     train(second)
     with pytest.raises(ValueError, match=r"lora_model_dir: .* started from.*--lora-model-dir=\S+second"):
@@ -283,11 +271,10 @@ def test_merging_the_start_of_a_finished_run_is_refused(settings, train, write, 
     assert (tmp_path / "second" / "merged" / "model.safetensors").is_file()
 
 
-def test_an_adapter_of_a_larger_base_is_refused(settings, train, tmp_path):
+def test_an_adapter_of_a_larger_base_is_refused(trained, train, tmp_path):
     from transformers import LlamaForCausalLM
 
-    mapping = settings(max_steps=2, eval_steps=None)
-    train(mapping)
+    mapping = trained(**SHORT).mapping
     smaller = tmp_path / "smaller"
     config = AutoModelForCausalLM.from_pretrained(mapping["base_model"]).config
     config.num_hidden_layers = 1
@@ -298,12 +285,11 @@ def test_an_adapter_of_a_larger_base_is_refused(settings, train, tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "tolerance"), [({"adapter": "super"}, 0.0), ({"supra_lambda": 0.5}, 1e-5)])
-def test_merge_lora_writes_the_adapted_model(settings, train, write, changes, tolerance):
+def test_merge_lora_writes_the_adapted_model(trained, write, changes, tolerance):
     from axolotl.cli.merge_lora import do_cli
 
-    mapping = settings(**changes)
-    trainer = train(mapping)
-    adapted = logits(trainer.model)
+    run = trained(**changes)
+    mapping, adapted = run.mapping, run.logits
     do_cli(config=write(mapping))
     merged = AutoModelForCausalLM.from_pretrained(Path(mapping["output_dir"]) / "merged")
     difference = (logits(merged) - adapted).abs().max().item()
@@ -313,12 +299,12 @@ def test_merge_lora_writes_the_adapted_model(settings, train, write, changes, to
     AutoTokenizer.from_pretrained(Path(mapping["output_dir"]) / "merged")
 
 
-def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(settings, train, load, monkeypatch):
+def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(trained, load, monkeypatch):
     from axolotl.common.datasets import load_datasets
     from axolotl.evaluate import evaluate
 
-    mapping = settings()
-    expected = eval_losses(train(mapping))[-1]
+    run = trained()
+    mapping, expected = run.mapping, run.eval_losses[-1]
     norms = Path(mapping["output_dir"]) / "activation_norms.safetensors"
     written = norms.stat().st_mtime_ns
     cfg = load(mapping)
@@ -334,23 +320,22 @@ def test_evaluate_scores_the_trained_adapter_and_refuses_a_new_one(settings, tra
     assert math.isclose(metrics["eval_loss"], expected, rel_tol=1e-5)
 
 
-def test_inference_finds_the_adapter_of_output_dir_or_refuses(settings, train, load):
+def test_inference_finds_the_adapter_of_output_dir_or_refuses(trained, settings, load):
     from axolotl.cli.utils import load_model_and_tokenizer
 
-    mapping = settings()
     with pytest.raises(ValueError, match="holds no adapter"):
-        load(mapping, inference=True)
-    trainer = train(mapping)
+        load(settings(), inference=True)
+    run = trained()
+    mapping = run.mapping
     model, _, _ = load_model_and_tokenizer(cfg=load(mapping, inference=True), inference=True)
-    assert torch.equal(logits(model), logits(trainer.model))
+    assert torch.equal(logits(model), run.logits)
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_run_that_did_not_finish_is_named_by_its_checkpoint(settings, train, load, write):
+def test_a_run_that_did_not_finish_is_named_by_its_checkpoint(trained, load, write):
     from axolotl.cli.merge_lora import do_cli
 
-    mapping = settings(max_steps=2, save_steps=2, eval_steps=None)
-    train(mapping)
+    mapping = trained(**SHORT).mapping
     (Path(mapping["output_dir"]) / "adapter_model.safetensors").unlink()
     for command in (lambda: load(mapping, inference=True), lambda: do_cli(config=write(mapping))):
         with pytest.raises(ValueError, match=r"--lora-model-dir=\S+checkpoint-2\."):
@@ -403,13 +388,12 @@ def test_lambda_1_trains_as_lora_does_step_by_step(settings, train, tmp_path, mo
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_it_trains_with(settings, train, base, changes):
-    mapping = settings(**changes)
-    trainer = train(mapping)
-    assert all(math.isfinite(loss) for loss in losses(trainer))
-    assert eval_losses(trainer)[-1] < eval_losses(trainer)[0]
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), mapping["output_dir"])
-    assert torch.equal(logits(loaded), logits(trainer.model))
+def test_it_trains_with(trained, base, changes):
+    run = trained(**changes)
+    assert all(math.isfinite(loss) for loss in run.losses)
+    assert run.eval_losses[-1] < run.eval_losses[0]
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run.mapping["output_dir"])
+    assert torch.equal(logits(loaded), run.logits)
 
 
 @pytest.mark.parametrize(
@@ -455,11 +439,8 @@ def test_embeddings_that_peft_saves_with_an_adapter(settings, train, write, base
     torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=1e-5)
 
 
-def test_gradient_checkpointing_changes_nothing(settings, train, tmp_path):
-    plain = settings(output_dir=str(tmp_path / "plain"))
-    saving = settings(output_dir=str(tmp_path / "saving"), gradient_checkpointing=True)
-    train(plain)
-    train(saving)
+def test_gradient_checkpointing_changes_nothing(trained):
+    plain, saving = trained("plain").mapping, trained("saving", gradient_checkpointing=True).mapping
     for name, tensor in adapter_of(plain).items():
         torch.testing.assert_close(adapter_of(saving)[name], tensor, rtol=1e-4, atol=1e-5)
 
@@ -473,9 +454,8 @@ def test_sparse_lr_reaches_the_sparse_values_alone(settings, train):
     assert {rate for i, rate in rates.items() if i not in sparse} == {5e-3}
 
 
-def test_saved_norms_are_used_again_and_refused_for_another_model(settings, train, tmp_path, monkeypatch):
-    first = settings(output_dir=str(tmp_path / "first"))
-    train(first)
+def test_saved_norms_are_used_again_and_refused_for_another_model(trained, settings, train, tmp_path, monkeypatch):
+    first = trained("first").mapping
     path = str(tmp_path / "first" / "activation_norms.safetensors")
     monkeypatch.setattr("axolotl_supertune.plugin.calibrate.calibrate", None)
     again = settings(output_dir=str(tmp_path / "again"), calibration_dataset=None, calibration_path=path)
@@ -502,9 +482,9 @@ def test_a_supra_run_does_not_continue_a_lora_adapter(settings, train, tmp_path)
         train({**mapping, "lora_model_dir": str(tmp_path / "lora")})
 
 
-def test_training_goes_on_from_lora_model_dir(settings, train, tmp_path):
-    first = settings()
-    before = eval_losses(train(first))[-1]
+def test_training_goes_on_from_lora_model_dir(trained, settings, train, tmp_path):
+    run = trained()
+    first, before = run.mapping, run.eval_losses[-1]
     second = settings(output_dir=str(tmp_path / "second"), lora_model_dir=first["output_dir"])
     after = eval_losses(train(second))
     assert math.isclose(after[0], before, rel_tol=1e-5)
@@ -577,9 +557,8 @@ def test_the_logs_say_what_the_run_costs(settings, train, monkeypatch, packed):
     assert not {"supertune/adapter_mib", "supertune/trainable_parameters"} & set(second)
 
 
-def test_the_adapter_config_says_what_was_done(settings, train):
-    mapping = settings()
-    train(mapping)
+def test_the_adapter_config_says_what_was_done(trained):
+    mapping = trained().mapping
     saved = json.loads((Path(mapping["output_dir"]) / "adapter_config.json").read_text())
     assert saved["peft_type"] == "SUPRA"
     assert saved["support"] == "saved"

@@ -37,7 +37,7 @@ def session_folder(tmp_path_factory):
     return folder / "shared"
 
 
-def _made_once(folder, make):
+def made_once(folder, make):
     """`folder`, which make(folder) fills in the first process that asks for it; the others wait."""
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -57,7 +57,7 @@ def base(session_folder):
         texts = (EXAMPLES / "word_problems.jsonl").read_text().splitlines(keepends=True)
         save_llama(folder, texts, 400, max_position_embeddings=512, tie_word_embeddings=True)
 
-    return _made_once(session_folder / "base", make)
+    return made_once(session_folder / "base", make)
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +69,7 @@ def problems(session_folder):
         (folder / "problems.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         (folder / "text.txt").write_text("\n".join(f"{record['instruction']} {record['output']}" for record in records))
 
-    folder = _made_once(session_folder / "problems", make)
+    folder = made_once(session_folder / "problems", make)
     return folder / "problems.jsonl", folder / "text.txt"
 
 
@@ -174,7 +174,7 @@ def trained(settings, train, session_folder, tmp_path):
                 {"log_history": trainer.state.log_history, "logits": logits(trainer.model)}, folder / "finished.pt"
             )
 
-        folder = _made_once(session_folder / f"run-{key}", make)
+        folder = made_once(session_folder / f"run-{key}", make)
         output = tmp_path / name
         shutil.copytree(folder / "adapter", output)
         return Finished(
