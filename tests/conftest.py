@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,8 +13,26 @@ from tiny_llama import TINY, make_llama
 
 from axolotl_supertune import calibrate
 
+TESTS = Path(__file__).parent
+
 # Two threads that wait for each other over tensors this small make the tests ten times slower on a busy machine.
 torch.set_num_threads(1)
+
+
+FOLDERS = {"gpu": "gpu", "interpreter": "interpreter"}
+# The fixtures through which tests run Axolotl, or start processes that train.
+TRAINING_FIXTURES = {"train", "trained", "launch", "launch_deepspeed"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark tests by their folder and their fixtures; `-m` is applied after this."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        if folder in FOLDERS:
+            item.add_marker(FOLDERS[folder])
+        if TRAINING_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("train")
 
 
 def pytest_collection_finish():

@@ -1,9 +1,21 @@
 """Two gloo processes on the CPU."""
 
+from pathlib import Path
+
 import gloo
 import pytest
 import torch
 from adapted_llama import WORLD, enter
+
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests that start processes."""
+    for item in items:
+        if item.path.parent == HERE and "run" in item.fixturenames:
+            item.add_marker("slow")
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import pytest
 import torch
 from tiny_llama import NARROW, make_llama
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 
 

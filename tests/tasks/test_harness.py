@@ -45,6 +45,7 @@ def python(code, **environment):
     ],
     ids=["by name", "opted out", "include_path", "both"],
 )
+@pytest.mark.slow
 def test_the_tasks_are_found(arguments, environment, found):
     *_, tasks, others = python(FIND.format(arguments=arguments), **environment)
     assert others == "True"
@@ -52,6 +53,7 @@ def test_the_tasks_are_found(arguments, environment, found):
     assert ("'supertune_math'" in tasks) is found
 
 
+@pytest.mark.slow
 def test_a_users_own_include_path_still_counts(tmp_path):
     (tmp_path / "mine.yaml").write_text("task: supertune_mine\ndataset_path: json\noutput_type: generate_until\n")
     *_, tasks, _ = python(FIND.format(arguments=f"include_path={str(tmp_path)!r}"))
@@ -65,6 +67,7 @@ def test_start_up_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize(("value", "loads"), [("1", True), ("0", False)])
+@pytest.mark.slow
 def test_plain_peft_loads_an_adapter_unless_opted_out(tiny_base, tiny_adapter, value, loads):
     code = (
         "from transformers import AutoModelForCausalLM\nfrom peft import PeftModel\n"
@@ -76,6 +79,7 @@ def test_plain_peft_loads_an_adapter_unless_opted_out(tiny_base, tiny_adapter, v
     assert ("KeyError" in python(code, AXOLOTL_SUPERTUNE_AUTOLOAD=value)[-1]) is not loads
 
 
+@pytest.mark.slow
 def test_an_error_in_a_hook_does_not_stop_python(tmp_path):
     (tmp_path / "axolotl_supertune").mkdir()
     (tmp_path / "axolotl_supertune/__init__.py").write_text("raise RuntimeError('broken')")
@@ -128,6 +132,7 @@ def evaluate(tasks, base, **more):
     )
 
 
+@pytest.mark.slow
 def test_the_group_is_the_unweighted_mean_of_six(tiny_base, tmp_path):
     report = tmp_path / "report.json"
     from axolotl_supertune.tasks.contamination.contamination import contamination_report, write_report
@@ -154,6 +159,7 @@ def test_the_group_is_the_unweighted_mean_of_six(tiny_base, tmp_path):
     assert all(results["configs"][name]["generation_kwargs"]["do_sample"] is False for name in NAMES)
 
 
+@pytest.mark.slow
 def test_perplexity_equals_a_direct_computation(tiny_base):
     results = evaluate(["supertune_math_ppl"], tiny_base, limit=5, metadata={"pretrained": str(tiny_base)})
     model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
@@ -179,6 +185,7 @@ def test_perplexity_takes_right_records_only_and_120_at_most(name):
     assert all(record["target"] for record in records)
 
 
+@pytest.mark.slow
 def test_the_eval_command_scores_an_adapter(tiny_base, tiny_adapter, tmp_path):
     from axolotl_supertune.commands.cli import supertune
 

@@ -66,6 +66,7 @@ def elsewhere(folder, base, adapter, dtype="float32"):
 
 
 @pytest.mark.parametrize("target_modules", [None, ["q_proj", "down_proj"]])
+@pytest.mark.slow
 def test_shira_gives_equal_logits_where_this_package_is_not(make, tmp_path, target_modules):
     base, adapter, model = make(supra_lambda=0, target_modules=target_modules)
     export_adapter(adapter, "shira", tmp_path / "out")
@@ -76,6 +77,7 @@ def test_shira_gives_equal_logits_where_this_package_is_not(make, tmp_path, targ
     assert {name.rpartition(".")[2] for name in tensors} == {"shira_weight", "shira_indices"}
 
 
+@pytest.mark.slow
 def test_shira_of_a_bf16_base(make, tmp_path):
     base, adapter, model = make(torch.bfloat16, supra_lambda=0)
     export_adapter(adapter, "shira", tmp_path / "out")
@@ -140,6 +142,7 @@ def test_merged_is_what_merging_gives(make, tmp_path, dtype, supra_lambda):
 
 
 @pytest.mark.parametrize("supra_lambda", [0.5, 1])
+@pytest.mark.slow
 def test_lora_and_base_together_are_the_adapter(make, tmp_path, supra_lambda):
     _, adapter, model = make(supra_lambda=supra_lambda, modules_to_save=["lm_head"])
     with torch.no_grad():

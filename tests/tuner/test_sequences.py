@@ -17,6 +17,7 @@ SETTINGS = settings(
 TINY = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_sequence_computes_as_recomputed_and_leaves_the_bits_of_the_base(tiny_llama, dtype):
     machine = type("Sequences", (AdapterSequences,), {"dtype": dtype})
