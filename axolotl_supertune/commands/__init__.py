@@ -1,1 +1,1 @@
-"""TODO-DOC commands."""
+"""`axolotl supertune …`: the command line, one file a command. Options and printing only; the rooms do the work."""

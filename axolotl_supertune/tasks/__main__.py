@@ -1,9 +1,12 @@
-"""`python -m axolotl_supertune.tasks` prints the folder for `lm_eval --include_path`; `contamination FILE` reports."""
+"""`python -m axolotl_supertune.tasks` prints the folder for `lm_eval --include_path`; `contamination FILE` reports.
+
+An entry point: what it runs is a command of `commands`, which the import contract of the rooms allows here only.
+"""
 
 import click
 
+from ..commands.contamination import contamination
 from . import TASK_FOLDER
-from .contamination.contamination import contamination
 
 
 @click.group(invoke_without_command=True)

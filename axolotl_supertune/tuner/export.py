@@ -1,55 +1,21 @@
-"""`axolotl supertune export`: an adapter as SHiRA, as a whole model, or as a base with a plain LoRA beside it."""
+"""Export of an adapter: as SHiRA, as a whole model, or as a base with a plain LoRA beside it."""
 
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from ..method.atomic_files import staged, umask, writing
+from ..method.atomic_files import staged, umask
 
 if TYPE_CHECKING:
     from . import SupraConfig
 
-FORMATS = ("shira", "merged", "lora+base")
-# As the YAML has them, and as torch has them.
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
 
 class CannotExport(ValueError):
     """What was asked for does not hold this adapter; the message says why, and what does."""
-
-
-@click.command("export")
-@click.argument("adapter", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--to", "target", type=click.Choice(FORMATS), required=True, help="What to write.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="A folder that does not exist yet.")
-@click.option("--base", help="Folder or name of the base model. Default: the one that the adapter names.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", *DTYPES, *DTYPES.values()]),
-    default="auto",
-    show_default=True,
-    help="The base model's, as in training; auto is that of its files.",
-)
-def export(adapter: Path, target: str, output: Path, base: str | None, dtype: str) -> None:
-    """Write the Super or Supra adapter in folder ADAPTER in a form that needs no axolotl-supertune.
-
-    \b
-    shira      an adapter for stock PEFT (λ = 0 under the rank budget); no base model is read
-    merged     a whole model
-    lora+base  OUTPUT/base, the base with the sparse part merged, and OUTPUT/lora, a plain LoRA for it: for
-               engines that serve many LoRAs of one base
-    """
-    try:
-        with writing(output):
-            export_adapter(adapter, target, output, base=base, dtype=DTYPES.get(dtype, dtype))
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"wrote {output}")
 
 
 def export_adapter(adapter: Path, target: str, output: Path, *, base: str | None = None, dtype: str = "auto") -> None:
@@ -321,7 +287,7 @@ def _save_tokenizer(places: tuple[Any, ...], folder: Path) -> None:
         except (OSError, ValueError, KeyError):
             continue
         return
-    click.echo(f"no tokenizer in {' or '.join(str(place) for place in places)}: none was written", err=True)
+    print(f"no tokenizer in {' or '.join(str(place) for place in places)}: none was written", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,28 @@
-"""`axolotl supertune inspect`: what is in an adapter, where its support lies, and how far it moved."""
+"""Inspection of an adapter: what is in it, where its support lies, and how far it moved."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from ..method.atomic_files import whole_file, writing
-from .json_output import print_json
-
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
+    from . import SupraConfig
+
 # Cells along the longer side of a matrix in the picture.
 _CELLS = 64
+_KNOBS = (
+    "r0",
+    "sparse_density",
+    "supra_lambda",
+    "mask_score",
+    "sparse_direction",
+    "support_scope",
+    "budget_scope",
+    "lora_alpha",
+    "values_dtype",
+)
 
 
 @dataclass(frozen=True)
@@ -44,54 +52,59 @@ class LayerReport:
     low_rank_norm: float
 
 
-@click.command("inspect")
-@click.argument("adapter", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Also draw where the support lies.")
-def inspect(adapter: Path, as_json: bool, png: Path | None) -> None:
-    """Say what is in the Super or Supra adapter in folder ADAPTER, layer by layer; no base model is read."""
+@dataclass(frozen=True)
+class AdapterReport:
+    """A saved adapter, read and measured.
+
+    Attributes:
+        config: its PEFT config.
+        tensors: as `read_adapter` gives them.
+        layers: one report a layer, in the model's order.
+        size: of adapter_model.safetensors, in bytes.
+    """
+
+    config: "SupraConfig"
+    tensors: "dict[str, Tensor]"
+    layers: list[LayerReport]
+    size: int
+
+    @property
+    def awaits_gradient(self) -> bool:
+        """Whether the support is still to be chosen by gradients: the stored indices are placeholders."""
+        return bool(self.config.awaits_gradient and any(layer.entries for layer in self.layers))
+
+    def as_json(self) -> dict[str, Any]:
+        """Knobs, provenance and layers, for a JSON file."""
+        config = self.config
+        knobs: dict[str, Any] = {name: getattr(config, name) for name in _KNOBS}
+        if config.combination is not None:  # the summed adapters had knobs of their own
+            knobs |= dict.fromkeys(_KNOBS[:-2])
+            knobs["combination"] = {key: value for key, value in config.combination.items() if key != "layers"}
+        return {
+            "base_model": config.base_model_name_or_path,
+            "bytes": self.size,
+            "calibration": config.calibration,
+            "gradient": config.gradient,
+            "awaits_gradient": self.awaits_gradient,
+            **knobs,
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+def read_report(folder: Path) -> AdapterReport:
+    """Read and measure the adapter in a folder; no base model is needed.
+
+    Raises:
+        ValueError: no Supra adapter is there, or its file is damaged.
+        OSError: a file cannot be read.
+    """
     from . import read_adapter
     from .export import read_config
 
-    try:
-        config = read_config(adapter)
-        tensors = read_adapter(adapter)
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    reports = layer_reports(tensors, config.lora_alpha)
-    awaits = config.awaits_gradient and any(report.entries for report in reports)
-    if as_json:
-        size = (adapter / "adapter_model.safetensors").stat().st_size
-        about = {"base_model": config.base_model_name_or_path, "bytes": size, "calibration": config.calibration}
-        about |= {"gradient": config.gradient, "awaits_gradient": awaits}
-        knobs: tuple[str, ...] = ("r0", "sparse_density", "supra_lambda", "mask_score", "sparse_direction")
-        knobs += ("support_scope", "budget_scope", "lora_alpha", "values_dtype")
-        about |= {name: getattr(config, name) for name in knobs}
-        if config.combination is not None:  # a sum of adapters: those have had these, each its own
-            about |= dict.fromkeys(knobs[:-2])
-            about["combination"] = {key: value for key, value in config.combination.items() if key != "layers"}
-        about["layers"] = [asdict(report) for report in reports]
-        print_json(about)
-    else:
-        from rich.console import Console
-
-        console = Console()
-        if not console.is_terminal:  # into a file as wide as it needs to be
-            console = Console(width=160)
-        console.print(report_table(reports, f"{adapter}: {config.base_model_name_or_path}"))
-        if awaits:
-            console.print(
-                f"The support is still to be chosen, by {config.mask_score}: the low-rank part alone was trained, and "
-                "the indices hold the place of others.",
-                soft_wrap=True,
-            )
-    if png is not None:
-        try:
-            with writing(png), whole_file(png) as temporary:
-                draw(tensors, reports, temporary)
-        except ValueError as error:
-            raise click.ClickException(str(error)) from error
-        click.echo(f"wrote {png}", err=True)
+    config = read_config(folder)
+    tensors = read_adapter(folder)
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    return AdapterReport(config, tensors, layer_reports(tensors, config.lora_alpha), size)
 
 
 def layer_reports(tensors: "dict[str, Tensor]", lora_alpha: float) -> list[LayerReport]:

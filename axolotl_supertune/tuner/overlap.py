@@ -1,4 +1,4 @@
-"""`axolotl supertune overlap`: how much of their supports adapters of one base share, beside what chance would give."""
+"""Overlap of supports: how much of their supports adapters of one base share, beside what chance would give."""
 
 import csv
 import io
@@ -9,11 +9,6 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import click
-
-from ..method.atomic_files import whole_file, writing
-from .json_output import print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,50 +63,6 @@ class Overlap:
 
 def _share(shared: float, both: int) -> float | None:
     return shared / (both - shared) if both else None
-
-
-@click.command("overlap")
-@click.argument(
-    "adapters", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="A B …"
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write all numbers as a CSV file.")
-def overlap(adapters: tuple[Path, ...], as_json: bool, output: Path | None) -> None:
-    """Compare the supports of Super or Supra adapters of the same layers, by their folders.
-
-    Other layers or shapes are an error. Of bases with other names, a note says whether they hold the same weights, if
-    their files are here; no model is loaded.
-
-    Two adapters: the Jaccard index of each layer, beside that of random supports of the same sizes. More: a matrix of
-    all pairs; --json and --output hold each pair's layers.
-    """
-    if len(adapters) < 2:
-        raise click.UsageError("name two adapters or more.")
-    try:
-        names = short_names(adapters)
-        supports = dict(zip(names, read_supports(adapters), strict=True))
-        found = overlaps(supports)
-        notes = notes_on_bases(adapters)
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    for note in notes:
-        click.echo(note, err=True)
-    if output is not None:
-        try:
-            with writing(output), whole_file(output) as temporary:
-                temporary.write_text(csv_text(found), encoding="utf-8")
-        except ValueError as error:
-            raise click.ClickException(str(error)) from error
-        click.echo(f"wrote {output}", err=True)
-    if as_json:
-        print_json([each.record() for each in found])
-        return
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(160, 24 * len(names)))
-    console.print(layer_table(found) if len(names) == 2 else matrix(found, names))
 
 
 def read_supports(folders: Sequence[Path]) -> list[dict[str, Support]]:

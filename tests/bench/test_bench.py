@@ -11,6 +11,7 @@ from torch import nn
 
 from axolotl_supertune.bench import job, report, run, worker
 from axolotl_supertune.bench.methods import PaperLinear
+from axolotl_supertune.commands.bench import bench
 from axolotl_supertune.ops import Sparse, sparse_linear
 
 TINY = job.Job(
@@ -53,7 +54,7 @@ def measured(monkeypatch, rows):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(run.bench, [str(each) for each in arguments])
+    return CliRunner().invoke(bench, [str(each) for each in arguments])
 
 
 @pytest.mark.parametrize("method", methods())
@@ -202,7 +203,7 @@ def test_a_yaml_gives_shape_and_settings(tmp_path):
         "sequence_len: 11\nattn_implementation: eager\ngradient_checkpointing: true\nsample_packing: true\n"
         "torch_compile: false\nliger_rms_norm: true\n"
     )
-    made = run._job(str(path), "cpu", {"batch_size": 2})
+    made = run.job_for(str(path), "cpu", {"batch_size": 2})
     assert (made.r0, made.supra_lambda, made.lora_dropout, made.sequence_len) == (4, 0.5, 0, 11)
     assert (made.batch_size, made.attn_implementation, made.warmup) == (2, "eager", 5)
     assert made.gradient_checkpointing is True

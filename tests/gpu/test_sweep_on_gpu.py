@@ -9,9 +9,8 @@ import torch
 import yaml
 from rich.console import Console
 
-from axolotl_supertune.grid.command import visible_gpus
 from axolotl_supertune.grid.records import read_runs, read_scores
-from axolotl_supertune.grid.sweep.jobs import Devices
+from axolotl_supertune.grid.sweep.jobs import Devices, visible_gpus
 from axolotl_supertune.grid.sweep.sweep import Sweep
 
 PACKAGE = Path(__file__).parents[2]

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from grid_cases import MAGNITUDE
 from grid_records import SETUP, grid, make_run, make_scores, save_records
 
+from axolotl_supertune.commands.report import report
 from axolotl_supertune.grid.records import (
     SCORES_FILE,
     BenchmarkScores,
@@ -34,7 +35,7 @@ from axolotl_supertune.grid.records import (
 from axolotl_supertune.grid.report.comparisons import METRICS, accuracies
 from axolotl_supertune.grid.report.figures.figures import figures
 from axolotl_supertune.grid.report.findings import find
-from axolotl_supertune.grid.report.report import FIGURES, TABLES, report
+from axolotl_supertune.grid.report.report import FIGURES, TABLES
 from axolotl_supertune.grid.report.statistics import Interval, holm
 from axolotl_supertune.grid.report.tables import latex, tables
 from axolotl_supertune.grid.sweep.state import SweepState

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from axolotl_supertune.grid.report.report import report
+from axolotl_supertune.commands.report import report
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "examples/paper/results/smollm2-135m"

@@ -18,10 +18,9 @@ from filelock import FileLock
 from grid_cases import MAGNITUDE
 
 from axolotl_supertune.commands.cli import supertune
-from axolotl_supertune.grid.command import visible_gpus
 from axolotl_supertune.grid.config import GridError
 from axolotl_supertune.grid.records import read_runs, read_scores
-from axolotl_supertune.grid.sweep.jobs import Devices, OutOfTime, Signalled
+from axolotl_supertune.grid.sweep.jobs import Devices, OutOfTime, Signalled, visible_gpus
 from axolotl_supertune.grid.sweep.sweep import Sweep
 
 RUNS = Path("runs")

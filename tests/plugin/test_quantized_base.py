@@ -5,16 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import bitsandbytes as bnb
-import click
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from axolotl_supertune.commands.cli import model_arguments
 from axolotl_supertune.plugin.quantized_base import quantization_config
 from axolotl_supertune.plugin.validation import prepare
+from axolotl_supertune.tasks.evaluation import check_adapter
 from axolotl_supertune.tuner import read_adapter
 from axolotl_supertune.tuner.export import CannotExport, export_adapter
 from axolotl_supertune.tuner.quantization.linear import QuantizedSupraLinear
@@ -102,8 +101,8 @@ def test_4_bits_train_and_merge(settings, train, write, tmp_path):
     assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
     with pytest.raises(CannotExport, match="trained on a quantized base"):
         export_adapter(Path(mapping["output_dir"]), "shira", tmp_path / "shira")
-    with pytest.raises(click.ClickException, match=r"trained on a quantized base.*merge-lora"):
-        model_arguments(mapping, None, False)
+    with pytest.raises(ValueError, match=r"trained on a quantized base.*merge-lora"):
+        check_adapter(Path(mapping["output_dir"]))
 
 
 def test_8_bits_in_fp16_with_super_train_resume_and_merge(settings, train, write, tmp_path):

@@ -14,17 +14,17 @@ import pytest
 from click.testing import CliRunner
 from places import DATA, GSM8K, MATH
 
+from axolotl_supertune.commands.contamination import contamination
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS, load_benchmark
+from axolotl_supertune.tasks.contamination import contamination as module
 from axolotl_supertune.tasks.contamination.contamination import (
     clean_indices,
-    contamination,
     contamination_report,
     load_report,
     read_training,
     words,
     write_report,
 )
-from axolotl_supertune.tasks.contamination.contamination import contamination as module
 
 
 @pytest.fixture(autouse=True)

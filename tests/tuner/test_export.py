@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axolotl_supertune import SupraConfig
+from axolotl_supertune.commands.export import export
 from axolotl_supertune.tuner import SupraLayer
-from axolotl_supertune.tuner.export import CannotExport, as_lora, export, export_adapter
+from axolotl_supertune.tuner.export import CannotExport, as_lora, export_adapter
 from axolotl_supertune.tuner.model_card import note_training
 
 IDS = torch.arange(1, 24).view(1, -1)

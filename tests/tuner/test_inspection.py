@@ -1,11 +1,6 @@
 """What `axolotl supertune inspect` says of an adapter."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -13,10 +8,10 @@ import torch
 from click.testing import CliRunner
 from peft import PeftModel, get_peft_model
 
-import axolotl_supertune
 from axolotl_supertune import SupraConfig
+from axolotl_supertune.commands.inspect import inspect
 from axolotl_supertune.tuner import SupraLayer, read_adapter
-from axolotl_supertune.tuner.inspection import _where, inspect, layer_reports
+from axolotl_supertune.tuner.inspection import _where, layer_reports
 
 
 @pytest.fixture
@@ -85,60 +80,32 @@ def test_the_command_prints_and_draws(make, tmp_path):
     assert image[..., :3].std() > 0.05
 
 
-def test_json(make):
+@pytest.mark.parametrize("option", ["--json", "--output"])
+def test_json(make, tmp_path, option):
     folder, layers = make(supra_lambda=0.5, values_dtype="bf16")
-    result = run(folder, "--json")
+    result = run(folder, option, tmp_path / "adapter.json")
     assert result.exit_code == 0, result.output
-    about = json.loads(result.output)
+    assert "14 layers" in result.stdout
+    about = json.loads((tmp_path / "adapter.json").read_text(encoding="utf-8"))
     assert (about["r0"], about["supra_lambda"], about["values_dtype"]) == (4, 0.5, "bf16")
     assert len(about["layers"]) == len(layers)
     assert about["bytes"] == (folder / "adapter_model.safetensors").stat().st_size
 
 
-def test_json_has_no_bare_nan(make, tiny_llama):
+def test_json_has_no_bare_nan(make, tiny_llama, tmp_path):
     folder, _ = make(supra_lambda=0.5)
     model = PeftModel.from_pretrained(tiny_llama(), folder)
     with torch.no_grad():
         next(tensor for name, tensor in model.named_parameters() if "supra_values" in name)[0] = float("nan")
         next(tensor for name, tensor in model.named_parameters() if "supra_L" in name)[0, 0] = float("inf")
     model.save_pretrained(folder)
-    result = run(folder, "--json")
+    result = run(folder, "--json", tmp_path / "adapter.json")
     assert result.exit_code == 0, result.output
-    layers = json.loads(result.output, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))["layers"]
+    text = (tmp_path / "adapter.json").read_text(encoding="utf-8")
+    layers = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))["layers"]
     assert None in [layer["moved_rms"] for layer in layers]
     assert None in [layer["low_rank_norm"] for layer in layers]
     assert None not in [layer["entries"] for layer in layers]
-
-
-# As the start of Python does it, with this checkout's hook and no other.
-AXOLOTL = """
-import importlib.util, sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "_PostImport"]
-spec = importlib.util.spec_from_file_location("hook_of_this_checkout", sys.argv.pop(1))
-spec.loader.exec_module(importlib.util.module_from_spec(spec))
-from axolotl.cli.main import main
-main()
-"""
-
-
-@pytest.mark.parametrize("command", ["inspect", "overlap"])
-def test_json_is_all_that_is_on_stdout(make, command):
-    folder, _ = make(supra_lambda=0.5)
-    hook = Path(axolotl_supertune.__file__).parent / "plugin" / "autoload" / "_axolotl_supertune_autoload.py"
-    folders = [folder] if command == "inspect" else [folder, shutil.copytree(folder, folder.parent / "copy")]
-    arguments = [hook, "supertune", command, *folders, "--json"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as in containers
-    environment.pop("AXOLOTL_SUPERTUNE_AUTOLOAD", None)
-    done = subprocess.run(
-        [sys.executable, "-c", AXOLOTL, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)
-    assert "@@" in done.stderr  # the banner
 
 
 def test_what_is_no_adapter_is_named(make, tmp_path):

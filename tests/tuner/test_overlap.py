@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from axolotl_supertune import SupraConfig, calibrate
-from axolotl_supertune.tuner.overlap import POOLED, Overlap, Support, overlap, overlaps, short_names
+from axolotl_supertune.commands.overlap import overlap
+from axolotl_supertune.tuner.overlap import POOLED, Overlap, Support, overlaps, short_names
 
 
 @pytest.fixture
@@ -31,6 +32,18 @@ def make(tiny_llama, tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(overlap, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def as_json(tmp_path):
+    """A function (*adapters) → the command's result and the records that --json wrote."""
+
+    def as_json(*adapters):
+        result = run(*adapters, "--json", tmp_path / "overlap.json")
+        assert result.exit_code == 0, result.output
+        return result, json.loads((tmp_path / "overlap.json").read_text(encoding="utf-8"))
+
+    return as_json
 
 
 def support(indices, rows=4, columns=5):
@@ -68,13 +81,12 @@ def test_what_chance_gives():
     assert total.expected == pytest.approx(1 / 9)
 
 
-def test_ends_of_the_scores_and_one_support_twice(make):
+def test_ends_of_the_scores_and_one_support_twice(make, as_json):
     bottom, top = make("bottom"), make("top", sparse_direction="top")
     again = make("again", lora_alpha=32)
     hybrid = make("hybrid", sparse_direction="hybrid", hybrid_beta=0.25)
-    result = run(bottom, top, again, hybrid, "--json")
-    assert result.exit_code == 0, result.output
-    pooled = {(each["a"], each["b"]): each for each in json.loads(result.output) if each["layer"] == POOLED}
+    _, records = as_json(bottom, top, again, hybrid)
+    pooled = {(each["a"], each["b"]): each for each in records if each["layer"] == POOLED}
     assert len(pooled) == 6
     assert pooled["bottom", "top"]["shared"] == 0
     assert pooled["bottom", "again"]["jaccard"] == 1
@@ -83,14 +95,12 @@ def test_ends_of_the_scores_and_one_support_twice(make):
     assert pooled["top", "hybrid"]["jaccard"] == pytest.approx(1 / 7, rel=0.02)
 
 
-def test_two_calibrations(make, llama, ids):
+def test_two_calibrations(make, as_json, llama, ids):
     """What the calibration ablation asks: the same score, on norms of one text and of another."""
     supports = []
     for name, tokens in (("one", ids), ("other", ids.flip(0) * 3 % 97)):
         supports.append(make(name, norms=calibrate(llama, [tokens], progress=False), mask_score="wanda", r0=2))
-    result = run(*supports, "--json")
-    assert result.exit_code == 0, result.output
-    total = json.loads(result.output)[-1]
+    _, [*_, total] = as_json(*supports)
     assert (total["a"], total["b"], total["layer"]) == ("one", "other", POOLED)
     assert total["expected_jaccard"] < total["jaccard"] < 1
 
@@ -109,14 +119,17 @@ def test_table_matrix_and_csv(make, tmp_path):
     rows = list(csv.DictReader(io.StringIO((tmp_path / "overlap.csv").read_text(encoding="utf-8"))))
     assert len(rows) == 3 * (14 + 7 + 1)
     assert {(row["a"], row["b"]) for row in rows} == {("bottom", "top"), ("bottom", "random"), ("top", "random")}
+    assert run(*paths, "--output", tmp_path / "overlap.json").exit_code == 0
+    records = json.loads((tmp_path / "overlap.json").read_text(encoding="utf-8"))
+    assert [{key: str(value) for key, value in record.items()} for record in records] == rows
     for row in rows:
         both = int(row["in_a"]) + int(row["in_b"]) - int(row["shared"])
         assert float(row["jaccard"]) == pytest.approx(int(row["shared"]) / both)
 
 
-def test_an_adapter_without_a_sparse_part_shares_nothing(make):
-    result = run(make("super"), make("low_rank", supra_lambda=1), "--json")
-    assert json.loads(result.output)[-1]["jaccard"] == 0
+def test_an_adapter_without_a_sparse_part_shares_nothing(make, as_json):
+    _, records = as_json(make("super"), make("low_rank", supra_lambda=1))
+    assert records[-1]["jaccard"] == 0
     result = run(make("one", supra_lambda=1), make("two", supra_lambda=1))
     assert result.exit_code == 0, result.output
     assert "–" in result.output
@@ -146,16 +159,22 @@ def of(make):
     return of
 
 
-def noted(*adapters):
-    """What is said of the bases; the supports are compared all the same."""
-    result = run(*adapters, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)[-1]["jaccard"] == 1
-    return result.stderr
+@pytest.fixture
+def noted(as_json):
+    """A function (*adapters) → what is said of the bases; the supports are compared all the same."""
+
+    def noted(*adapters):
+        result, records = as_json(*adapters)
+        assert records[-1]["jaccard"] == 1
+        notes, _, wrote = result.stderr.rpartition("wrote ")
+        assert wrote.endswith("overlap.json\n")
+        return notes
+
+    return noted
 
 
 @pytest.mark.parametrize("shards", ["5GB", "60KB"])
-def test_bases_of_other_names_are_told_apart_by_their_weights(of, tiny_llama, tmp_path, shards):
+def test_bases_of_other_names_are_told_apart_by_their_weights(of, noted, tiny_llama, tmp_path, shards):
     tiny_llama().save_pretrained(tmp_path / "base")
     tiny_llama().save_pretrained(tmp_path / "moved", max_shard_size=shards)
     changed = tiny_llama()
@@ -171,7 +190,7 @@ def test_bases_of_other_names_are_told_apart_by_their_weights(of, tiny_llama, tm
     assert "other weights: 16 of 21 tensors differ" in noted(first, of("fourth", tmp_path / "drawn")), "norms are 1"
 
 
-def test_a_base_in_the_hubs_cache_is_read_there(of, tiny_llama, tmp_path, monkeypatch):
+def test_a_base_in_the_hubs_cache_is_read_there(of, noted, tiny_llama, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     repository = tmp_path / "cache" / "models--nobody--cached"
     tiny_llama().save_pretrained(tmp_path / "base")
@@ -181,7 +200,7 @@ def test_a_base_in_the_hubs_cache_is_read_there(of, tiny_llama, tmp_path, monkey
     assert "the same weights" in noted(of("first", tmp_path / "base"), of("second", "nobody/cached"))
 
 
-def test_of_a_base_that_is_not_here_nothing_is_claimed(of, tiny_llama, tmp_path):
+def test_of_a_base_that_is_not_here_nothing_is_claimed(of, noted, tiny_llama, tmp_path):
     tiny_llama().save_pretrained(tmp_path / "base", max_shard_size="60KB")
     first = of("first", tmp_path / "base")
     for name in (tmp_path / "gone", "nobody/nothing"):
@@ -195,7 +214,7 @@ def test_of_a_base_that_is_not_here_nothing_is_claimed(of, tiny_llama, tmp_path)
     assert (result.exit_code, "whole/model.safetensors is not a readable" in result.output) == (1, True)
 
 
-def test_revisions_quantization_and_many_adapters_of_one_other_base(of):
+def test_revisions_quantization_and_many_adapters_of_one_other_base(of, noted):
     first = of("first", "nobody/nothing")
     quantized = of("quantized", "nobody/nothing", base_quantization={"load_in_4bit": True})
     said = noted(first, quantized)

@@ -1,4 +1,4 @@
-"""`axolotl supertune report`: the records of a grid as tables and figures, with what may be said of them."""
+"""The report of a grid: its records of a grid as tables and figures, with what may be said of them."""
 
 import json
 import os
@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import click
 
 from ...method.atomic_files import put, staged
 from .statistics import CONFIDENCE, NO_DIFFERENCE, RESAMPLES
@@ -27,34 +25,32 @@ TABLES = (
 FIGURES = ("differences", "cost", "learning_rates", "curves")
 
 
-@click.command("report")
-@click.argument("runs_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Default: RUNS_DIR/report.")
-@click.option("--reference", help="The method that others are compared with. Default: lora.")
-@click.option(
-    "--resamples", type=click.IntRange(min=100), default=RESAMPLES, show_default=True, help="Of the bootstrap."
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
-def report(runs_dir: Path, output: Path | None, reference: str | None, resamples: int, seed: int) -> None:
-    """Report what the runs in RUNS_DIR show: report.md, report.json, tables (CSV, LaTeX), figures (PNG, SVG).
+def write_report(
+    runs_dir: Path, output: Path, *, reference: str | None = None, resamples: int = RESAMPLES, seed: int = 0
+) -> list[str]:
+    """Compare the runs of a grid and write their report.
 
-    Each method's learning rate is the one of its lowest validation NLL; scores have no say in it. The same records
-    give the same files.
+    Args:
+        runs_dir: the grid's output_dir.
+        output: the folder to write.
+        reference: the method that others are compared with; None: lora, where there is one.
+        resamples, seed: of the bootstrap.
+
+    Returns:
+        What is missing from the records, or limits the numbers.
+
+    Raises:
+        ValueError: no records, no such reference, or a file that cannot be written.
+        OSError: records that cannot be read.
     """
     from .findings import find
 
-    try:
-        found = find(runs_dir, reference or "lora", resamples, seed)
-        names = sorted({run.key.method for run in found.runs})
-        if reference is not None and reference not in names:
-            raise ValueError(f"--reference: {reference} is none of the methods in {runs_dir}: {', '.join(names)}.")
-        target = output or runs_dir / "report"
-        write(found, target)
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    for note in found.notes:
-        click.echo(note, err=True)
-    click.echo(f"wrote {target / 'report.md'}")
+    found = find(runs_dir, reference or "lora", resamples, seed)
+    names = sorted({run.key.method for run in found.runs})
+    if reference is not None and reference not in names:
+        raise ValueError(f"--reference: {reference} is none of the methods in {runs_dir}: {', '.join(names)}.")
+    write(found, output)
+    return list(found.notes)
 
 
 def write(found: Any, output: Path) -> None:

@@ -251,3 +251,29 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def visible_gpus(asked: str | None) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES will say, a GPU each.
+
+    Args:
+        asked: numbers among the GPUs that this process sees, comma-separated; `none` or an empty text for the CPU; None
+            for all.
+
+    Raises:
+        ValueError: a GPU that is not there, or is named twice.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    names = named[:count] if named else [str(number) for number in range(count)]
+    if asked is None:
+        return tuple(names)
+    wanted = [] if asked.strip() in ("", "none") else [each.strip() for each in asked.split(",")]
+    for each in wanted:
+        if not each.isdigit() or int(each) >= count or wanted.count(each) > 1:
+            raise ValueError(
+                f"--gpus {asked}: {each!r} is not one of the {count} GPUs here, each named once, from 0 on."
+            )
+    return tuple(names[int(each)] for each in wanted)

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,6 @@ class Request(BaseModel):
     jobs_per_gpu: int = 1
 
 
-def model_arguments(settings: Mapping[str, Any], trained: str | None) -> dict[str, Any]:
-    """`model_args` of the harness: the base with the adapter in `trained`, or the whole model that lies there."""
-    whole = trained is not None and not (Path(trained) / "adapter_config.json").is_file()
-    arguments: dict[str, Any] = {"pretrained": trained if whole else settings["base_model"]}
-    if settings.get("revision_of_model") and not whole:
-        arguments["revision"] = settings["revision_of_model"]
-    if settings.get("tokenizer_config"):
-        arguments["tokenizer"] = settings["tokenizer_config"]
-    if settings.get("bf16") in (True, "auto", "full"):
-        arguments["dtype"] = "bfloat16"
-    if trained is not None and not whole:
-        arguments["peft"] = trained
-    return arguments
-
-
 def score_model(request: Request) -> Scores:
     """Ask the model everything.
 
@@ -68,13 +53,12 @@ def score_model(request: Request) -> Scores:
     from ... import tuner  # noqa: F401 (registers SUPRA, also where the start-up hook is off)
     from ...tasks import TASK_FOLDER
     from ...tasks.benchmarks import BENCHMARKS
+    from ...tasks.evaluation import model_arguments, task_metadata
     from ..record import device_name, installed
 
     started, score = time.perf_counter(), request.score
     arguments = model_arguments(request.settings, request.trained)
-    metadata = {**arguments, "supertune_contamination": request.contamination}
-    if score.data_dir:
-        metadata["supertune_data_dir"] = score.data_dir
+    metadata = task_metadata(arguments, score.data_dir, request.contamination)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = HFLM(**arguments, device=device, batch_size=score.batch_size)
 

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import click
 from filelock import FileLock, Timeout
 from rich import box
 from rich.console import Console
@@ -459,6 +458,24 @@ def _foresee(settings: dict[str, Any], texts_read: dict[str, Said]) -> Said:
         return said
     try:
         found = planning.make(settings, gpus=1, texts_read=texts_read)
-    except click.ClickException as error:
-        return Said([error.message])
+    except ValueError as error:
+        return Said([str(error)])
     return Said(found.refusals, found.unchecked)
+
+
+@contextlib.contextmanager
+def disk_errors(place: Path | str) -> Iterator[None]:
+    """Turn what the disk refuses (full, no rights) into a ValueError that says how the sweep goes on.
+
+    Args:
+        place: named where the error names no file, as that of a full disk does.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(
+            f"{error.filename or place}: {error.strerror}. What is done stays, and the same command goes on when that "
+            "is mended: make room, or give this grid an output_dir that can be written."
+        ) from error

@@ -1,8 +1,7 @@
-"""Runs at every start of Python (see the `.pth` beside it): three hooks that fire when a library is imported, if ever.
+"""Runs at every start of Python (see the `.pth` beside it): two hooks that fire when a library is imported, if ever.
 
 - after `peft`: registers the SUPRA method, so that `PeftModel.from_pretrained` and `lm_eval --model_args peft=…` load
   our adapters;
-- after `axolotl.cli.art`, which prints Axolotl's banner: keeps stdout free where a command is to print JSON there;
 - after `lm_eval.tasks`: adds our task folder to every TaskManager, so that `--tasks supertune_math` is found.
 
 Standard library only, no import of a library by itself, and no exception ever leaves it. It is off with
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
 
 def _after_peft(module: Any) -> None:
     import axolotl_supertune.tuner  # noqa: F401 (registers SUPRA)
-
-
-def _after_axolotl_art(module: Any) -> None:
-    if "--json" in sys.argv:
-        from axolotl_supertune.tuner.json_output import reserve_stdout
-
-        reserve_stdout(sys.argv[1:])
 
 
 def _after_lm_eval_tasks(module: Any) -> None:
@@ -59,7 +51,7 @@ def _after_lm_eval_tasks(module: Any) -> None:
     task_manager.__init__ = init
 
 
-_HOOKS = {"peft": _after_peft, "axolotl.cli.art": _after_axolotl_art, "lm_eval.tasks": _after_lm_eval_tasks}
+_HOOKS = {"peft": _after_peft, "lm_eval.tasks": _after_lm_eval_tasks}
 
 
 class _PostImport:

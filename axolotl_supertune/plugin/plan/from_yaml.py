@@ -3,8 +3,6 @@
 from collections.abc import MutableMapping
 from typing import Any
 
-import click
-
 from ... import engines
 from ...engines.engine import Engine
 from .workload import Attention, Base, Calibration, Checkpointing, GradientPass, Job, Layers, Loss, Shape, Step
@@ -48,14 +46,11 @@ def engine_of(raw: MutableMapping[str, Any], gpus: int | None) -> Engine:
     """The engine that a YAML names, on as many GPUs as are asked for, as it shards over, or as this process is one of.
 
     Raises:
-        click.ClickException: a DeepSpeed config that cannot be read, or with an unknown stage.
+        ValueError: a DeepSpeed config that cannot be read, or with an unknown stage.
     """
     sizes = [raw.get(key) or 1 for key in ("dp_shard_size", "dp_replicate_size", "context_parallel_size")]
     named = sizes[0] * sizes[1] * sizes[2]
-    try:
-        return engines.engine_of(raw, gpus or (named if named > 1 else None))
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
+    return engines.engine_of(raw, gpus or (named if named > 1 else None))
 
 
 def unlike_llama(text: Any) -> str:

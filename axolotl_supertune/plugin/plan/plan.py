@@ -1,22 +1,17 @@
-"""`axolotl supertune plan`: what a YAML would train, how much memory it takes, and what would be refused.
+"""The plan of a training: what a YAML would train, how much memory it takes, and what would be refused.
 
 No weight is loaded: the model is made of its config on the meta device.
 """
 
 import contextlib
 import copy
-import json
 import os
 import re
 from collections.abc import Iterator, MutableMapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from ...engines.single import ONE_PROCESS
-from ...method.atomic_files import whole_file, writing
 from ...method.budget import BudgetRow, budget_rows
 from . import memory
 from .from_yaml import CHECKED, engine_of, job_of, unlike_llama
@@ -27,72 +22,8 @@ if TYPE_CHECKING:  # the command's help shall not wait for torch
     from ...tuner import SupraConfig
     from .data_checks import Said
 
-_UNITS = {"": 1, "MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
 # A mode or a file that training refuses leaves the rest of the config worth planning; a wrong budget does not.
 _REMOVABLE = re.compile(r"(?P<key>\w+)(\[\d+\][\w.]*)?: ")
-
-
-class _Memory(click.ParamType):
-    """`80GiB`, `24 GB` or a number of bytes → bytes."""
-
-    name = "memory"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        if isinstance(value, (int, float)):
-            return float(value)
-        match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", value)
-        try:
-            if match is None:
-                raise ValueError
-            size = float(match[1]) * _UNITS[match[2].upper()]
-        except (KeyError, ValueError):
-            self.fail(f"{value!r} is no size: write 80GiB or 24GB.", parameter, context)
-        return size
-
-
-@click.command()
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--gpus", type=click.IntRange(min=1), help="One process each. Default: the YAML's, WORLD_SIZE, or 1.")
-@click.option("--gpu-memory", type=_Memory(), help="Of one GPU, as 80GiB: says whether it fits.")
-@click.option("--tokens", type=click.IntRange(min=1), help="Longest record, if shorter than sequence_len.")
-@click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here too.")
-@click.pass_context
-def plan(
-    context: click.Context,
-    config: Path,
-    gpus: int | None,
-    gpu_memory: float | None,
-    tokens: int | None,
-    target: Path | None,
-) -> None:
-    """Say what CONFIG would train and how much memory of a GPU that takes, without loading weights.
-
-    Ranks, sparse entries and totals are the ones that training uses. Memory is what PyTorch allocates at the peak, for
-    a full micro batch. Exit code 1 if training would be refused, or does not fit into --gpu-memory.
-    """
-    import yaml
-
-    try:
-        raw = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise click.ClickException(f"{config}: not a YAML file: {error}") from error
-    if not isinstance(raw, dict):
-        raise click.ClickException(f"{config}: not a YAML of keys.")
-    result = make(raw, gpus=gpus, tokens=tokens)
-    if gpu_memory is not None and result.estimate is not None:
-        result.gpu_memory = gpu_memory
-    result.show()
-    if target is not None:
-        try:
-            with writing(target), whole_file(target) as temporary:
-                temporary.write_text(
-                    json.dumps(result.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-                )
-        except ValueError as error:
-            raise click.ClickException(str(error)) from error
-        click.echo(f"wrote {target}")
-    if result.refusals or result.fits is False:
-        context.exit(1)
 
 
 @dataclass
@@ -255,7 +186,7 @@ def make(
         texts_read: what was said of calibration texts by plans before, which are not read again; is added to.
 
     Raises:
-        click.ClickException: the adapter is another one, its budgets cannot be, or the base model's config cannot be
+        ValueError: the adapter is another one, its budgets cannot be, or the base model's config cannot be
             read.
     """
     engine = engine_of(raw, gpus)
@@ -270,7 +201,7 @@ def make(
         budgets = layer_budgets(model, method)
         check_all_matched(cfg, model, budgets)
     except (ValueError, TypeError) as error:
-        raise click.ClickException(str(error)) from error
+        raise ValueError(str(error)) from error
     found = Plan(cfg, method, budget_rows(budgets), refusals)
     sparse = [name for name, budget in budgets.items() if budget.sparse_count]
     said = [look_at_data(cfg), look_at_start(cfg, method)]
@@ -311,7 +242,7 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
     What is refused is taken out and the rest asked again, so that all refusals are named and the rest is planned.
 
     Raises:
-        click.ClickException: what cannot be taken out, because the budgets hang on it.
+        ValueError: what cannot be taken out, because the budgets hang on it.
     """
     from axolotl.utils.dict import DictDefault
 
@@ -326,9 +257,9 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
             if grid
             else ""
         )
-        raise click.ClickException(f"adapter: {raw.get('adapter')}: only supra and super are planned.{remedy}")
+        raise ValueError(f"adapter: {raw.get('adapter')}: only supra and super are planned.{remedy}")
     if not raw.get("base_model"):
-        raise click.ClickException("base_model: the config names none.")
+        raise ValueError("base_model: the config names none.")
     axolotl_compat.register_plugins(raw.get("plugins") or [])
     for plugin in axolotl_compat.registered_plugins():
         if isinstance(plugin, SupertunePlugin):
@@ -353,7 +284,7 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> tuple[Any, list[str], 
             elif key in left and (key not in budget_keys or key.startswith("calibration_")):
                 del left[key]
             else:
-                raise click.ClickException(message) from error
+                raise ValueError(message) from error
     try:
         with _world(1):  # the number of processes was asked above
             cfg = axolotl_compat.validated(cfg, gpus)
@@ -386,7 +317,7 @@ def _meta_model(cfg: Any) -> tuple[Any, Any]:
     try:
         config = load_model_config(cfg)
     except (OSError, ValueError) as error:
-        raise click.ClickException(
+        raise ValueError(
             f"base_model: the config of {cfg['base_model']} cannot be read; without the hub, name a folder "
             f"that holds the model's config.json: {error}"
         ) from error
@@ -396,5 +327,5 @@ def _meta_model(cfg: Any) -> tuple[Any, Any]:
                 config, attn_implementation="eager", trust_remote_code=bool(cfg.get("trust_remote_code"))
             )
     except (ValueError, ImportError, AttributeError) as error:
-        raise click.ClickException(f"base_model: {cfg['base_model']} is no causal language model: {error}") from error
+        raise ValueError(f"base_model: {cfg['base_model']} is no causal language model: {error}") from error
     return model, config

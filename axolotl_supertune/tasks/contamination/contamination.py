@@ -31,12 +31,13 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import click
+from typing import TYPE_CHECKING, Any
 
 from ...method.atomic_files import whole_file
 from ..benchmarks import BENCHMARKS, Benchmark, find_benchmark, load_benchmark
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FORMAT = "supertune_contamination"
 VERSION = 1
@@ -445,61 +446,11 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-# Command
-
-
-@click.command(name="contamination")
-@click.argument("train_files", metavar="TRAIN_FILE...", nargs=-1, required=True)
-@click.option("--output", type=click.Path(dir_okay=False), help="Write the report here, as JSON that the tasks accept.")
-@click.option("--field", help="The column that holds the questions.  [default: found by its name]")
-@click.option("--data-dir", type=click.Path(), help="A folder with the six test files.  [default: SUPERTUNE_DATA_DIR]")
-@click.option(
-    "--list",
-    "listed",
-    type=click.Choice(LEVELS),
-    multiple=True,
-    help="List the matches of this level; may be repeated.",
-)
-@click.option(
-    "--threshold",
-    type=float,
-    default=THRESHOLD,
-    show_default=True,
-    help="Overlap from which on it is a near-duplicate.",
-)
-def contamination(
-    train_files: tuple[str, ...],
-    output: str | None,
-    field: str | None,
-    data_dir: str | None,
-    listed: tuple[str, ...],
-    threshold: float,
-) -> None:
-    """Count the test questions that occur in training data.
-
-    TRAIN_FILE is a .json, .jsonl (either may end in .gz) or .parquet file, or a hub dataset OWNER/NAME[:CONFIG].
-    """
-    try:
-        training = [read_training(path, field) for path in train_files]
-        report = compare(training, threshold=threshold, data_dir=data_dir)
-        _print_tables(report)
-        for level in LEVELS:
-            if level in listed:
-                _print_matches(report, level, training, data_dir)
-        if output is not None:
-            write_report(report, output)
-            click.echo(f"wrote {output}")
-    except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _print_tables(report: Report) -> None:
+def summary_table(report: Report) -> "Table":
+    """The counts of every benchmark and their totals."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    for each in report["train"]:
-        click.echo(f"{each['path']}: {each['records']:,} records, questions in {each['field']}")
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("benchmark")
     for column in ("n", "exact", "near", "clean", "clean %", "of these, same template"):
@@ -511,7 +462,7 @@ def _print_tables(report: Report) -> None:
         table.add_row(name, *_cells(row))
     table.add_section()
     table.add_row("all", *_cells(total))
-    Console(highlight=False).print(table)
+    return table
 
 
 def _cells(row: list[int]) -> list[str]:
@@ -519,15 +470,18 @@ def _cells(row: list[int]) -> list[str]:
     return [str(n), str(exact), str(near), str(clean), f"{100 * clean / n:.1f}", str(template)]
 
 
-def _print_matches(report: Report, level: str, training: Sequence[TrainingSet], data_dir: str | None) -> None:
+def match_lines(
+    report: Report, level: str, training: Sequence[TrainingSet], data_dir: str | os.PathLike[str] | None
+) -> Iterator[str]:
+    """Every match of one level, as three lines of text: where it is, the test question, the training question."""
     for name, entry in report["benchmarks"].items():
         records = load_benchmark(name, data_dir)
         if level == "exact":
-            found = [(index, place, 1.0) for index, place in zip(entry["exact"], entry["exact_train"], strict=True)]
+            matches = [(index, place, 1.0) for index, place in zip(entry["exact"], entry["exact_train"], strict=True)]
         else:
-            found = [(each["index"], each["train"], each["overlap"]) for each in entry[level]]
-        for index, (number, at), overlap in found:
-            where = training[number]
-            click.echo(f"{level} {name} {index} = {where.path} {at}, overlap {overlap:.2f}")
-            click.echo(f"  test:  {' '.join(records[index]['instruction'].split())}")
-            click.echo(f"  train: {' '.join(where.records[at].question.split())}")
+            matches = [(match["index"], match["train"], match["overlap"]) for match in entry[level]]
+        for index, (number, at), overlap in matches:
+            source = training[number]
+            yield f"{level} {name} {index} = {source.path} {at}, overlap {overlap:.2f}"
+            yield f"  test:  {' '.join(records[index]['instruction'].split())}"
+            yield f"  train: {' '.join(source.records[at].question.split())}"

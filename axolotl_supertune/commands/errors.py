@@ -1,0 +1,29 @@
+"""What a command does with an error that its user can mend: one line and exit code 1, no traceback."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from ..method.atomic_files import writing
+
+
+@contextlib.contextmanager
+def user_errors(output: Path | str | None = None) -> Iterator[None]:
+    """Turn ValueError and OSError (a missing file, a full disk) into click's error.
+
+    Args:
+        output: the file or folder being written. Named when the disk refuses and the error names only a temporary file.
+
+    Raises:
+        click.ClickException: with the error's message.
+    """
+    try:
+        with writing(output or "the output"):
+            yield
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            raise  # stdout was closed, as by `| head`: click ends quietly
+        raise click.ClickException(str(error)) from error

@@ -1,0 +1,30 @@
+"""What every command makes of an error that its user can mend."""
+
+import errno
+
+import click
+import pytest
+
+from axolotl_supertune.commands.errors import user_errors
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), FileNotFoundError("no"), ConnectionError("no")])
+def test_a_message_without_a_traceback(error):
+    with pytest.raises(click.ClickException, match=r"^no$"), user_errors():
+        raise error
+
+
+def test_a_full_disk_names_the_file_that_was_asked_for(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / ".saving.x" / "files" / "a.json"))
+    with (
+        pytest.raises(click.ClickException, match=r"a\.json: No space left on device\. Make room"),
+        user_errors("a.json"),
+    ):
+        raise full
+
+
+def test_a_closed_pipe_and_a_bug_are_left_alone():
+    with pytest.raises(BrokenPipeError), user_errors():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    with pytest.raises(KeyError), user_errors():
+        raise KeyError("bug")
