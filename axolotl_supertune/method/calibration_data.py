@@ -14,6 +14,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from .config_error import MissingFileError
+
 TRAINING_SET = "training_set"  # value of calibration_dataset: calibrate on records of the training data
 C4_DATASET = "allenai/c4"
 C4_FILE = "en/c4-train.00000-of-01024.json.gz"
@@ -130,9 +132,9 @@ def batches_of(windows: Tensor | Mapping[str, Tensor], size: int) -> list[Any]:
 
 
 def check_source(source: str) -> None:
-    """Raise FileNotFoundError if `source` names a local file that does not exist."""
+    """Raise MissingFileError, a FileNotFoundError, if `source` names a local file that does not exist."""
     if _is_local(source) and not Path(source).is_file():
-        raise FileNotFoundError(f"calibration_dataset: there is no file {source}.")
+        raise MissingFileError("calibration_dataset", f"there is no file {source}.")
 
 
 def _disjoint_windows(ids: list[int], length: int, random: numpy.random.Generator) -> Iterator[list[int]]:

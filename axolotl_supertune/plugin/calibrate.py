@@ -13,7 +13,7 @@ from ..method.activation_norms import ActivationNorms
 from ..method.calibration_data import TRAINING_SET, batches_of, calibration_windows, training_windows
 from ..method.layerwise import streamed
 from ..tuner.base_calibration import calibrate
-from .run_summary import training
+from .run_summary import training_facts
 
 Windows = torch.Tensor | dict[str, torch.Tensor]
 
@@ -80,7 +80,7 @@ def measured_norms(
         "sequence_len": window_length(cfg, model.config),
     }
     if cfg.calibration_dataset == TRAINING_SET:
-        provenance["training_data"] = training(cfg)[0]["Training data"]
+        provenance["training_data"] = training_facts(cfg)[0]["Training data"]
     # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
     batches = batches_of(windows, cfg.calibration_batch_size)
     engine = engine_of(cfg)

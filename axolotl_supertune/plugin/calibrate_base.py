@@ -42,7 +42,7 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
     cfg: Any = load_cfg(str(config), **{key: None for key in (*engines.KEYS, "calibration_path") if key in raw})
     if cfg.adapter not in validation.ADAPTERS:
         raise ValueError(f"adapter: {cfg.adapter} needs no calibration; adapter: supra or super does.")
-    if not validation.may_need_norms(cfg):
+    if not validation.method_config(cfg).needs_norms:
         raise ValueError(
             f"mask_score: {cfg.mask_score}, sparse_direction: {cfg.sparse_direction}, supra_lambda: "
             f"{cfg.supra_lambda} need no activation norms: there is nothing to calibrate."

@@ -1,18 +1,18 @@
-"""TODO-DOC plugin.load."""
+"""Trained adapters: which one a command means, and loading it for training, evaluation or inference."""
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 from axolotl.utils.logging import get_logger
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 
+from ..method.config_error import ConfigError
 from ..tuner import SupraConfig
+from ..tuner.checkpoint import WEIGHTS, read_config
 
 LOG = get_logger(__name__)
 
-# What decides which weights an adapter trains and how; a run that goes on must agree with its checkpoint on all of it.
+# Fields that decide which weights an adapter trains and how; a resumed run must agree with its checkpoint on them.
 RUN_FIELDS = (
     "r0",
     "sparse_density",
@@ -36,12 +36,12 @@ RUN_FIELDS = (
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether a finished save is there; Axolotl writes adapter_config.json before training has begun."""
-    return (folder / "adapter_model.safetensors").is_file()
+    """Whether a folder has an adapter's weights; adapter_config.json alone is there before training has begun."""
+    return (folder / WEIGHTS).is_file()
 
 
 def what_to_name(output_dir: Path) -> str:
-    """The remedy where no trained adapter is named: output_dir, its newest checkpoint, or training."""
+    """The remedy if no trained adapter is named: to name output_dir or its newest checkpoint, or to train."""
     if holds_adapter(output_dir):
         return f"Name the trained one: --lora-model-dir={output_dir} (lora_model_dir in the YAML)."
     checkpoints = [path for path in output_dir.glob("checkpoint-*") if holds_adapter(path)]
@@ -52,58 +52,92 @@ def what_to_name(output_dir: Path) -> str:
 
 
 def untrained(output_dir: str) -> str:
-    """Why evaluating is refused."""
+    """The message that refuses to evaluate a new adapter."""
     return f"this would evaluate a new, untrained adapter, which is the base model. {what_to_name(Path(output_dir))}"
 
 
 def check_not_the_start(cfg: Any, output_dir: Path) -> None:
-    """Refuse to merge, or talk to, the adapter that a finished run started from."""
+    """Refuse to merge, or to chat with, the adapter that a finished run started from.
+
+    Raises:
+        ConfigError: lora_model_dir names an adapter outside of output_dir, which holds a trained one.
+    """
     start = cfg.get("lora_model_dir")
     if not start or not holds_adapter(output_dir):
         return
     if output_dir.resolve() not in (Path(start).resolve(), *Path(start).resolve().parents):
-        raise ValueError(
-            f"lora_model_dir: {start} is the adapter that this run started from; the trained one is in output_dir. "
-            f"Pass --lora-model-dir={output_dir}, or name another output_dir to use the start."
+        raise ConfigError(
+            "lora_model_dir",
+            f"{start} is the adapter that this run started from; the trained one is in output_dir. "
+            f"Pass --lora-model-dir={output_dir}, or name another output_dir to use the start.",
         )
 
 
-def _read_config(folder: str, key: str, adapter: str) -> SupraConfig:
-    if os.path.exists(folder) and not holds_adapter(Path(folder)):
-        raise ValueError(f"{key}: {folder} holds no trained adapter. {what_to_name(Path(folder))}")
-    if os.path.exists(folder) and not (Path(folder) / "adapter_config.json").is_file():
-        raise ValueError(f"{key}: {folder} holds no adapter_config.json, so it is no adapter.")
+def config_of(folder: str, key: str) -> SupraConfig:
+    """The config of the adapter that a key of the YAML names.
+
+    Args:
+        folder: the key's value: a folder, or the name of an adapter on the hub.
+        key: for the message.
+
+    Raises:
+        ConfigError: there is no trained adapter of this method, or its config is damaged.
+    """
+    if Path(folder).exists() and not holds_adapter(Path(folder)):
+        raise ConfigError(key, f"{folder} holds no trained adapter. {what_to_name(Path(folder))}")
     try:
-        saved = PeftConfig.from_pretrained(folder)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{key}: {folder}/adapter_config.json is damaged ({error!r}).") from error
-    if not isinstance(saved, SupraConfig):
-        raise ValueError(f"{key}: {folder} holds a {saved.peft_type} adapter, not one of adapter: {adapter}.")
-    return saved
+        return read_config(folder, may_be_on_hub=True)
+    except ValueError as error:
+        raise ConfigError(key, str(error)) from error
 
 
-def _differences(saved: SupraConfig, asked: SupraConfig, other: str, fields: tuple[str, ...] = RUN_FIELDS) -> str:
-    seeded = asked.sparse_direction == "random"
+def differences(saved: SupraConfig, asked: SupraConfig, source: str, fields: tuple[str, ...] = RUN_FIELDS) -> str:
+    """The fields in which two configs differ, as "mask_score wanda (the YAML says magnitude), …"; "" if in none.
+
+    Args:
+        saved: the config of a saved adapter.
+        asked: the config that it is compared with.
+        source: where `asked` comes from, with a verb: "the YAML says".
+        fields: which fields to compare. support_seed only counts for a random support.
+    """
+    random = asked.sparse_direction == "random"
     return ", ".join(
-        f"{name} {getattr(saved, name)} ({other} {getattr(asked, name)})"
+        f"{name} {getattr(saved, name)} ({source} {getattr(asked, name)})"
         for name in fields
-        if getattr(saved, name) != getattr(asked, name) and (name != "support_seed" or seeded)
+        if getattr(saved, name) != getattr(asked, name) and (name != "support_seed" or random)
     )
 
 
 def kept_settings(cfg: Any, folder: str, asked: SupraConfig) -> str:
-    """Say in which settings the adapter in `folder` is another than `asked`, the YAML's; "" where in none.
+    """`differences` of the adapter in `folder`, which keeps its own settings, from the YAML's.
+
+    Args:
+        cfg: the YAML.
+        folder: what lora_model_dir names.
+        asked: the adapter that the YAML describes.
 
     Raises:
-        ValueError: `folder` holds no adapter of this method, or a damaged one; names it.
+        ConfigError: there is no trained adapter of this method, or its config is damaged.
     """
-    return _differences(_read_config(folder, "lora_model_dir", cfg.adapter), asked, "the YAML says")
+    return differences(config_of(folder, "lora_model_dir"), asked, "the YAML says")
 
 
 def load_trained(model: Any, cfg: Any, folder: str, asked: SupraConfig, trainable: bool) -> Any:
-    differs = kept_settings(cfg, folder, asked)
-    if differs:
-        LOG.warning("The adapter in %s has its own settings and keeps them: %s.", folder, differs)
+    """The model with the adapter in `folder`; warns about settings in which it differs from the YAML.
+
+    Args:
+        model: the base model.
+        cfg: the YAML.
+        folder: a folder, or the name of an adapter on the hub.
+        asked: the adapter that the YAML describes.
+        trainable: whether it is trained further.
+
+    Raises:
+        ConfigError: there is no trained adapter of this method, or its config is damaged.
+    """
+    kept = kept_settings(cfg, folder, asked)
+    if kept:
+        LOG.warning("The adapter in %s has its own settings and keeps them: %s.", folder, kept)
     if Path(folder).resolve() != Path(cfg.output_dir).resolve():
         LOG.info("Loading the adapter in %s, not one in output_dir (%s).", folder, cfg.output_dir)
     placement = {"max_memory": {"cpu": "256GiB"}, "device_map": {"": "cpu"}} if cfg.lora_on_cpu else {}

@@ -23,7 +23,9 @@ from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, 
 from .create import adapter_config, is_new, make_adapter, seed_of
 from .gradient_callback import ChooseByGradient
 from .load import check_not_the_start, holds_adapter, load_trained, untrained, what_to_name
+from .provenance import check_provenance
 from .resume import check_resume
+from .training_record import WriteTrainingRecord
 from .verify import check_same_everywhere, check_saved
 
 LOG = get_logger(__name__)
@@ -110,8 +112,8 @@ class SupertunePlugin(BasePlugin):
         if cfg.calibration_path:
             with self._processes.synchronized("reading calibration_path"):
                 norms = ActivationNorms.load(cfg.calibration_path)
-                validation.check_provenance(cfg, norms.provenance, max_positions(model_config))
-        elif validation.may_need_norms(cfg):
+                check_provenance(cfg, norms.provenance, max_positions(model_config))
+        elif validation.method_config(cfg).needs_norms:
             with self._processes.synchronized("reading the calibration text"):
                 if cfg.calibration_dataset == TRAINING_SET:
                     # Here and not in process 0 alone: Axolotl's own loading asks all of them.
@@ -165,11 +167,11 @@ class SupertunePlugin(BasePlugin):
             assert self._processes is not None
             model = make_adapter(model, cfg, self._processes, self._norms)
         self._awaits_gradient = model.peft_config["default"].awaits_gradient and bool(sparse_layers(model))
-        note_training(model, *run_summary.training(cfg))
+        note_training(model, *run_summary.training_facts(cfg))
         # A run must go on from a checkpoint exactly; `post_train` asks for what the finished adapter is stored in.
         model.peft_config["default"].values_dtype = "fp32"
         line = run_summary.calibration_line(model, self._calibrated or "as the adapter was made")
-        LOG.info("\n%s%s\nKernels: %s", run_summary.table(model), line, run_summary.kernels(model, cfg))
+        LOG.info("\n%s%s\nKernels: %s", run_summary.layer_text(model), line, run_summary.kernels(model, cfg))
         return model
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
@@ -185,7 +187,12 @@ class SupertunePlugin(BasePlugin):
         # Here and not in `post_trainer_create`, which `axolotl evaluate` does not call.
         running_engine(cfg, trainer).prepare_trainer(trainer)
         assert self._processes is not None, "load_adapter came first"
-        callbacks = [RequireAllTrained(), RequireFp32(), CheckSaves(self._processes, self._resumes)]
+        callbacks = [
+            RequireAllTrained(),
+            RequireFp32(),
+            CheckSaves(self._processes, self._resumes),
+            WriteTrainingRecord(self._processes, cfg.sparse_lr),
+        ]
         cost = None
         if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
             cost = LogCost(trainer)

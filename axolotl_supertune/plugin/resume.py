@@ -2,7 +2,6 @@
 agrees with it."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,12 @@ import safetensors
 from axolotl.utils.logging import get_logger
 
 from ..engines.engine import Engine
+from ..method.config_error import ConfigError
 from ..tuner import SupraConfig
 from ..tuner.base_digest import same_weights
-from .load import RUN_FIELDS, _differences, _read_config
+from .load import RUN_FIELDS, config_of, differences
+from .provenance import calibration_differences
+from .training_record import read_training_record
 
 LOG = get_logger(__name__)
 CHECKPOINT_FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer_state.json")
@@ -45,14 +47,14 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, engine: Engine) 
         )
     engine.check_optimizer_state(folder)
     _check_sparse_lr(cfg, folder)
-    saved = _read_config(checkpoint, "resume_from_checkpoint", cfg.adapter)
-    differs = _differences(saved, asked, "the YAML says", (*RUN_FIELDS, "base_quantization"))
+    saved = config_of(checkpoint, "resume_from_checkpoint")
+    differs = differences(saved, asked, "the YAML says", (*RUN_FIELDS, "base_quantization"))
     if not differs:
         _check_base(cfg, checkpoint, saved)
         differs = _calibrated_otherwise(cfg, saved, asked)
     if not differs and cfg.lora_model_dir:
-        start = _read_config(cfg.lora_model_dir, "lora_model_dir", cfg.adapter)
-        differs = _differences(saved, start, f"lora_model_dir {cfg.lora_model_dir} has")
+        start = config_of(cfg.lora_model_dir, "lora_model_dir")
+        differs = differences(saved, start, f"lora_model_dir {cfg.lora_model_dir} has")
     if differs:
         raise ValueError(
             f"resume_from_checkpoint: the checkpoint {checkpoint} was trained with {differs}. Set it back to resume, "
@@ -82,31 +84,36 @@ def _check_base(cfg: Any, checkpoint: str, saved: SupraConfig) -> None:
 
 
 def _calibrated_otherwise(cfg: Any, saved: SupraConfig, asked: SupraConfig) -> str:
-    """In which keys the support was calibrated otherwise than the YAML says."""
+    """The calibration keys that differ from how the saved support was chosen, for the message; "" if none does."""
     made = saved.calibration or {}
-    if cfg.calibration_path or not (asked.needs_norms and asked.has_sparse_part):
+    if cfg.calibration_path or not asked.needs_norms:
         return ""
-    found = []
-    for name in ("dataset", "split", "text_field", "seed", "samples", "sequence_len"):
-        key = f"calibration_{name}"
-        # A window is no longer than the model takes, whatever the YAML says.
-        shortened = name == "sequence_len" and name in made and made[name] < cfg[key]
-        if name in made and cfg[key] is not None and made[name] != cfg[key] and not shortened:
-            found.append(f"{key} {made[name]} (the YAML says {cfg[key]})")
-    return ", ".join(found)
+    return ", ".join(
+        f"calibration_{name} {value} (the YAML says {cfg[f'calibration_{name}']})"
+        # A window is never longer than the model takes, and the checkpoint's were not.
+        for name, value in calibration_differences(cfg, made, made.get("sequence_len"))
+        if name in made
+    )
 
 
 def _check_sparse_lr(cfg: Any, folder: Path) -> None:
-    """The optimizer's groups of parameters; what loads them knows their number, and not why."""
-    card = folder / "README.md"
-    line = re.search(r"^- \*\*Training:\*\* .*$", card.read_text(encoding="utf-8"), re.M) if card.is_file() else None
-    if line is None:
+    """Refuse another sparse_lr: the optimizer's state has its groups of parameters, and their learning rates."""
+    try:
+        record = read_training_record(folder)
+    except ValueError as error:
+        raise ConfigError("resume_from_checkpoint", str(error)) from error
+    if record is None:
+        LOG.warning(
+            "The checkpoint %s does not say with which sparse_lr it was trained, so that was not compared with the "
+            "YAML: resume it with the same one.",
+            folder,
+        )
         return
-    had = re.search(r", (\S+) of the single weights", line.group())
-    # The rates in an optimizer's state replace those of the YAML.
-    if (float(had.group(1)) if had else None) != (None if cfg.sparse_lr is None else float(cfg.sparse_lr)):
-        raise ValueError(
-            f"sparse_lr: {cfg.sparse_lr}, but the checkpoint {folder} was trained with "
-            f"{had.group(1) if had else 'none'}: its optimizer state has the groups of parameters, and their rates, of "
-            f"that. Set it back to resume, or start anew from its adapter: lora_model_dir: {folder}."
+    trained, asked = record["sparse_lr"], None if cfg.sparse_lr is None else float(cfg.sparse_lr)
+    if trained != asked:
+        raise ConfigError(
+            "sparse_lr",
+            f"{cfg.sparse_lr}, but the checkpoint {folder} was trained with {'none' if trained is None else trained}: "
+            "its optimizer state has the groups of parameters, and their rates, of that. Set it back to resume, or "
+            f"start anew from its adapter: lora_model_dir: {folder}.",
         )

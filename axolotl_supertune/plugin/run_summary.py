@@ -1,32 +1,70 @@
-"""What a run says of itself: in the log before its first step, and in the model card."""
+"""The start-up log of a training, the facts of its model card, and the table of what an adapter trains."""
 
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from ..engines import engine_of
+from ..method.budget import BudgetRow
 from ..method.calibration_data import TRAINING_SET
 from ..ops.dispatch import described
-from ..tuner import SupraLayer, budget_table
+from ..tuner import SupraConfig, SupraLayer, budget_table
 from ..tuner.gradient import sparse_layers
 from ..tuner.quantization.linear import QuantizedSupraLinear
 from .axolotl_compat import axolotl_version
-from .layer_table import layer_table
 
 
-def table(model: Any) -> str:
-    """The table of what is trained, as plain text."""
-    console = Console(file=io.StringIO(), width=120, color_system=None)
+def layer_table(rows: Sequence[BudgetRow], config: SupraConfig) -> Table:
+    """Rank, sparse entries, density and parameters per kind of layer, and the totals."""
+    method = "Super" if config.supra_lambda == 0 else f"Supra, λ = {config.supra_lambda}"
+    budget = f"r0 = {config.r0}" if config.r0 is not None else f"density {config.sparse_density}"
+    scope = "" if config.budget_scope == "layer" else f", budget_scope {config.budget_scope}"
+    table = Table(title=f"{method}: {config.choice_of_support}, {budget}{scope}", title_justify="left")
+    for name in (
+        "layers",
+        "shape",
+        "rank",
+        "density",
+        "sparse entries, each",
+        "sparse entries, all",
+        "parameters, all",
+    ):
+        table.add_column(name, justify="left" if name in ("layers", "shape") else "right")
+    sparse = size = 0
+    for row in rows:
+        layer = row.budget
+        sparse += row.layers * layer.sparse_count
+        size += row.layers * layer.out_features * layer.in_features
+        table.add_row(
+            f"{row.layers} × {row.kind}",
+            f"{layer.out_features} × {layer.in_features}",
+            str(layer.rank),
+            f"{float(layer.density):.4%}",
+            f"{layer.sparse_count:,}",
+            f"{row.layers * layer.sparse_count:,}",
+            f"{row.total:,}",
+        )
+    table.add_section()
+    table.add_row("total", "", "", f"{sparse / size:.4%}", "", f"{sparse:,}", f"{sum(row.total for row in rows):,}")
+    return table
+
+
+def layer_text(model: Any) -> str:
+    """`layer_table` of an adapted model as plain text, 120 characters wide."""
+    text = io.StringIO()
+    console = Console(file=text, width=120, color_system=None)
     console.print(layer_table(budget_table(model), model.peft_config["default"]))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return text.getvalue()
 
 
 def kernels(model: Any, cfg: Any) -> str:
-    """What will compute the adapted layers; the model may still be on its way to the device."""
+    """Which kernels will compute the adapted layers on the training's device, where the model may not be yet."""
     device = torch.device(cfg.device or "cpu")
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtypes = [dtype for key, dtype in mixed.items() if cfg.get(key) and cfg.get(key) != "full"]
@@ -42,9 +80,13 @@ def kernels(model: Any, cfg: Any) -> str:
     return described(device, dtype, rank) + gathering
 
 
-def training(cfg: Any) -> tuple[dict[str, str], list[str]]:
-    """For the model card: what Axolotl trained on and how, and the data sets' names on the hub."""
-    paths = [str(each["path"]) for each in cfg.datasets or [] if each.get("path")]
+def training_facts(cfg: Any) -> tuple[dict[str, str], list[str]]:
+    """What Axolotl trains on and how, for the model card.
+
+    Returns:
+        The lines of the card by heading, and the names of the data sets that are on the hub.
+    """
+    paths = [str(dataset["path"]) for dataset in cfg.datasets or [] if dataset.get("path")]
     hub = [path for path in paths if not os.path.exists(path) and "://" not in path]
     steps = f"{cfg.max_steps} steps" if cfg.max_steps else f"{cfg.num_epochs or 1:g} epochs"
     lines = {
@@ -58,7 +100,12 @@ def training(cfg: Any) -> tuple[dict[str, str], list[str]]:
 
 
 def calibration_line(model: Any, how: str) -> str:
-    """How the support is or was chosen; `how` says where activation norms came from."""
+    """One line of the log: what the support was, or will be, chosen on.
+
+    Args:
+        model: the adapted model.
+        how: where the activation norms came from: a file, or so many seconds of calibration.
+    """
     config = model.peft_config["default"]
     made = config.calibration
     if config.awaits_gradient and sparse_layers(model):

@@ -6,6 +6,7 @@ dicts (accelerate, torch's checkpoints, engines that shard) sees the shapes and 
 
 import functools
 import inspect
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -86,6 +87,32 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return tensors
+
+
+def read_config(source: str | os.PathLike[str], *, may_be_on_hub: bool = False) -> SupraConfig:
+    """The config of a saved SUPRA adapter.
+
+    Args:
+        source: the adapter's folder.
+        may_be_on_hub: a source that is no local path is the name of an adapter on the hub, which PEFT downloads.
+
+    Raises:
+        ValueError: there is no trained adapter, its config is damaged, or it is one of another method.
+    """
+    name = os.fspath(source)
+    local = os.path.exists(name) or not may_be_on_hub
+    for file in (CONFIG, WEIGHTS) if local else ():
+        if not os.path.isfile(os.path.join(name, file)):
+            raise ValueError(f"{name} holds no {file}, so it is no trained adapter.")
+    # Of a name on the hub, PEFT's own ValueError says why it cannot be downloaded.
+    broken = (ValueError, KeyError, TypeError) if local else (json.JSONDecodeError, KeyError, TypeError)
+    try:
+        config = PeftConfig.from_pretrained(name)
+    except broken as error:
+        raise ValueError(f"{name}/{CONFIG} is damaged ({error!r}): copy or save the adapter anew.") from error
+    if not isinstance(config, SupraConfig):
+        raise ValueError(f"{name} holds a {config.peft_type} adapter, not one of Super or Supra.")
+    return config
 
 
 def damaged(path: Path, error: Exception) -> ValueError:

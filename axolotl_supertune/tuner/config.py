@@ -305,9 +305,12 @@ class SupraConfig(PeftConfig):
 
     @property
     def needs_norms(self) -> bool:
-        """Whether choosing the support needs activation norms (where any layer has a sparse part)."""
+        """Whether choosing the support needs activation norms."""
         return (
-            self.support == "select" and SCORES[self.mask_score].needs == "norms" and self.sparse_direction != "random"
+            self.support == "select"
+            and SCORES[self.mask_score].needs == "norms"
+            and self.sparse_direction != "random"
+            and self.has_sparse_part
         )
 
     def loaded_norms(self) -> ActivationNorms | None:

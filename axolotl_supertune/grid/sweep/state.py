@@ -192,7 +192,7 @@ class SweepState:
                 validation.prepare(settings, self._known)
             except (ValueError, FileNotFoundError) as error:
                 raise GridError(f"{self.path}: methods.{key.method}: {error}") from error
-            measured = settings.get("adapter") in validation.ADAPTERS and validation.may_need_norms(settings)
+            measured = settings.get("adapter") in validation.ADAPTERS and validation.method_config(settings).needs_norms
             texts = ([own] if own else calibration_paths(settings)) if measured else []
             self._reads[key] = [*data_paths(settings), *texts]
             matter = {name: value for name, value in sorted(settings.items()) if name not in _NO_MATTER}

@@ -19,11 +19,12 @@ from huggingface_hub import try_to_load_from_cache
 from ...method.activation_norms import ActivationNorms
 from ...method.calibration_data import LOCAL_SUFFIXES, TRAINING_SET, training_windows
 from ...tuner import SupraConfig
-from .. import validation
 from ..axolotl_compat import PREPARED_FOLDER
 from ..calibrate import max_positions, window_length, windows_of_text
 from ..create import is_new
 from ..load import kept_settings
+from ..provenance import check_provenance
+from ..validation import method_config
 
 # Names with these endings are files, whatever else may be missing.
 _FILES = (*LOCAL_SUFFIXES, ".csv", ".arrow")
@@ -113,12 +114,12 @@ def look_at_calibration(
         texts_read: what was said of local texts before, whose windows are not drawn again; is added to.
     """
     said = Said()
-    if not is_new(cfg) or not validation.may_need_norms(cfg):
+    if not is_new(cfg) or not method_config(cfg).needs_norms:
         return said
     if cfg.get("calibration_path"):
         try:
             norms = ActivationNorms.load(cfg["calibration_path"])
-            validation.check_provenance(cfg, norms.provenance, max_positions(model_config))
+            check_provenance(cfg, norms.provenance, max_positions(model_config))
             from ...tuner.base_model import read_parameter
 
             norms.check_model(model, f"calibration_path: the norms in {cfg['calibration_path']}", read=read_parameter)

@@ -26,18 +26,17 @@ def job_of(cfg: Any, method: Any, model: Any, text: Any, engine: Engine, tokens:
     """
     from ...method.calibration_data import TRAINING_SET
     from ...method.scores import SCORES
-    from ..validation import has_sparse_part, may_need_norms
 
     shape = shape_of(model, text, cfg.get("lora_modules_to_save") or [])
     calibration = None
-    if may_need_norms(cfg) and not cfg.get("calibration_path"):
+    if method.needs_norms and not cfg.get("calibration_path"):
         length = min(cfg["calibration_sequence_len"], getattr(text, "max_position_embeddings", None) or 2**31)
         if cfg["calibration_dataset"] == TRAINING_SET:
             length = min(length, cfg.get("sequence_len") or length)  # no record is longer
         calibration = Calibration(min(cfg["calibration_batch_size"], cfg["calibration_samples"]), length)
     step = step_of(cfg, shape, engine, _hidden_act(text), tokens, notes)
     gradient = None
-    if method.by_gradient and has_sparse_part(cfg):
+    if method.by_gradient and method.has_sparse_part:
         gradient = GradientPass(SCORES[method.mask_score].squares_gradients)
     return Job(shape, step, engine, calibration, gradient)
 

@@ -128,7 +128,7 @@ class Plan:
         from rich.console import Console
         from rich.table import Table
 
-        from ..layer_table import layer_table
+        from ..run_summary import layer_table
 
         console = Console(highlight=False)
         if not console.is_terminal:
