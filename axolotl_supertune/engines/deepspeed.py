@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..method.config_error import ConfigError
 from .engine import Engine
 from .optimizer_state import partition_files, start_anew
 
@@ -141,7 +142,7 @@ def read_config(named: Any) -> Mapping[str, Any]:
         with open(named, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"deepspeed: {named} cannot be read as a DeepSpeed config: {error}.") from error
+        raise ConfigError("deepspeed", f"{named} cannot be read as a DeepSpeed config: {error}.") from error
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
@@ -152,7 +153,7 @@ def stage_of(config: Mapping[str, Any]) -> int:
     """
     stage = (config.get("zero_optimization") or {}).get("stage")
     if stage not in (None, 0, 1, 2, 3):
-        raise ValueError(f"deepspeed: zero_optimization.stage: {stage} is none of 0 to 3. Write 1, 2 or 3.")
+        raise ConfigError("deepspeed", f"zero_optimization.stage: {stage} is none of 0 to 3. Write 1, 2 or 3.")
     return int(stage or 0)
 
 
@@ -162,7 +163,7 @@ def check_keys(config: Mapping[str, Any], adapter: str) -> None:
         plain = key.replace(".stage3_", ".").replace("bfloat16.", "bf16.")
         allowed = TESTED_KEYS.get(plain) or TESTED_KEYS.get(plain.rpartition(".")[0] + ".*") or _only()
         if not allowed.takes(value):
-            raise ValueError(f"deepspeed: {key}: {value} does not work with adapter: {adapter}: {allowed.why}.")
+            raise ConfigError("deepspeed", f"{key}: {value} does not work with adapter: {adapter}: {allowed.why}.")
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -207,23 +208,25 @@ class DeepSpeed(Engine):
     def check_settings(self, cfg: MutableMapping[str, Any]) -> None:
         """Refuse DeepSpeed keys that were not tested, and YAML keys that were not beside DeepSpeed."""
         if not self.stage:
-            raise ValueError(
-                f"deepspeed: zero_optimization.stage: {self.zero.get('stage')} shards nothing; write 1, 2 or 3, or "
-                "remove deepspeed (DDP)."
+            raise ConfigError(
+                "deepspeed",
+                f"zero_optimization.stage: {self.zero.get('stage')} shards nothing; write 1, 2 or 3, or "
+                "remove deepspeed (DDP).",
             )
         check_keys(self.settings, cfg["adapter"])
         for key, reason in _REFUSED_BESIDE.items():
             if cfg.get(key):
-                raise ValueError(
-                    f"{key}: {cfg[key]} does not work with deepspeed and adapter: {cfg['adapter']}: {reason}."
+                raise ConfigError(
+                    key, f"{cfg[key]} does not work with deepspeed and adapter: {cfg['adapter']}: {reason}."
                 )
 
     def check_installed(self) -> None:
         if importlib.util.find_spec("deepspeed") is None:
-            raise ValueError(
-                "deepspeed: DeepSpeed is not installed. Install the extra of axolotl-supertune, pip install "
+            raise ConfigError(
+                "deepspeed",
+                "DeepSpeed is not installed. Install the extra of axolotl-supertune, pip install "
                 "'axolotl-supertune[deepspeed]' (in a checkout: pip install -e '.[deepspeed]'), or remove the key "
-                "(DDP)."
+                "(DDP).",
             )
 
     def prepare_trainer(self, trainer: Any) -> None:
@@ -236,8 +239,8 @@ class DeepSpeed(Engine):
         """
         plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
         if plugin is None:
-            raise ValueError(
-                "deepspeed: this run would train without it, on the CPU. Remove the key, or unset ACCELERATE_USE_CPU."
+            raise ConfigError(
+                "deepspeed", "this run would train without it, on the CPU. Remove the key, or unset ACCELERATE_USE_CPU."
             )
         config = plugin.deepspeed_config
         config["bf16"] = {"enabled": False}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from ..method.config_error import ConfigError
 from .optimizer_state import partition_files, start_anew
 
 if TYPE_CHECKING:
@@ -91,13 +92,14 @@ class Engine:
         """
         for key in _REFUSED_ABOVE_ONE:
             if (cfg.get(key) or 1) > 1:
-                raise ValueError(f"{key}: {cfg[key]} does not work with adapter: {cfg['adapter']} yet. Remove the key.")
+                raise ConfigError(key, f"{cfg[key]} does not work with adapter: {cfg['adapter']} yet. Remove the key.")
         self.check_settings(cfg)
         if self.processes > 1:
             if cfg.get("ddp_broadcast_buffers"):
-                raise ValueError(
-                    "ddp_broadcast_buffers: true would send every support to every process before every forward pass, "
-                    "though it never changes. Remove the key."
+                raise ConfigError(
+                    "ddp_broadcast_buffers",
+                    "true would send every support to every process before every forward pass, "
+                    "though it never changes. Remove the key.",
                 )
             cfg["ddp_broadcast_buffers"] = False
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from ..method.config_error import ConfigError
 from ..method.layerwise import streamed
 from .engine import Engine, Sharding, Weights
 
@@ -45,33 +46,36 @@ class FSDP2(Engine):
         config = cfg.get("fsdp_config") or {}
         version = cfg.get("fsdp_version") or config.get("fsdp_version")
         if str(version) != "2":
-            raise ValueError(
-                f"fsdp_version: {version} is FSDP1, which PyTorch and Axolotl have deprecated; adapter: "
-                f"{cfg['adapter']} does not work with it. Write fsdp_version: 2."
+            raise ConfigError(
+                "fsdp_version",
+                f"{version} is FSDP1, which PyTorch and Axolotl have deprecated; adapter: "
+                f"{cfg['adapter']} does not work with it. Write fsdp_version: 2.",
             )
         if cfg.get("fsdp") or not config:
-            raise ValueError(
-                f"fsdp: {cfg.get('fsdp')} is how FSDP1 was configured; write fsdp_config, with fsdp_version: 2."
+            raise ConfigError(
+                "fsdp", f"{cfg.get('fsdp')} is how FSDP1 was configured; write fsdp_config, with fsdp_version: 2."
             )
         axolotl = installed("axolotl")
         if Version(axolotl) < Version("0.21"):
-            raise ValueError(
-                f"fsdp_config: FSDP2 does not work with adapter: {cfg['adapter']} under Axolotl {axolotl}: its "
+            raise ConfigError(
+                "fsdp_config",
+                f"FSDP2 does not work with adapter: {cfg['adapter']} under Axolotl {axolotl}: its "
                 "checkpoints hold one process's part of an adapter, and what cannot be sharded, a support, must not be "
-                "integers there. Use Axolotl 0.21 or newer (Python 3.12), or DDP: remove fsdp_config."
+                "integers there. Use Axolotl 0.21 or newer (Python 3.12), or DDP: remove fsdp_config.",
             )
         _check_config(config, cfg)
         for key in ("load_in_4bit", "load_in_8bit"):
             if cfg.get(key):
-                raise ValueError(
-                    f"{key}: true was not tested with FSDP2, which would shard packed codes; remove fsdp_config (DDP "
-                    "keeps the quantized base on every GPU) or load the base in bf16."
+                raise ConfigError(
+                    key,
+                    "true was not tested with FSDP2, which would shard packed codes; remove fsdp_config (DDP "
+                    "keeps the quantized base on every GPU) or load the base in bf16.",
                 )
         if cfg.get("torch_compile"):
-            raise ValueError("torch_compile: true was not tested with FSDP2; remove one of them.")
+            raise ConfigError("torch_compile", "true was not tested with FSDP2; remove one of them.")
         if (cfg.get("dp_replicate_size") or 1) > 1:
-            raise ValueError(
-                f"dp_replicate_size: {cfg['dp_replicate_size']} was not tested with FSDP2. Remove the key."
+            raise ConfigError(
+                "dp_replicate_size", f"{cfg['dp_replicate_size']} was not tested with FSDP2. Remove the key."
             )
 
     @property
@@ -122,22 +126,24 @@ class FSDP2(Engine):
 
 def _check_config(config: MutableMapping[str, Any], cfg: Mapping[str, Any]) -> None:
     if _setting(config, "offload_params"):
-        raise ValueError(
-            "fsdp_config.offload_params: true keeps supports on the CPU, away from the weights that they index; it was "
-            "not tried. Remove the key."
+        raise ConfigError(
+            "fsdp_config.offload_params",
+            "true keeps supports on the CPU, away from the weights that they index; it was not tried. Remove the key.",
         )
     for key in ("state_dict_type", "final_state_dict_type"):
         if _setting(config, key) not in (None, FULL_STATE_DICT):
-            raise ValueError(
-                f"fsdp_config.{key}: {_setting(config, key)} leaves no adapter_model.safetensors in a checkpoint; "
-                f"write {FULL_STATE_DICT}: of an adapter it is small."
+            raise ConfigError(
+                f"fsdp_config.{key}",
+                f"{_setting(config, key)} leaves no adapter_model.safetensors in a checkpoint; "
+                f"write {FULL_STATE_DICT}: of an adapter it is small.",
             )
     if _setting(config, "state_dict_type") is None:
         config["state_dict_type"] = FULL_STATE_DICT
     if _setting(config, "cpu_ram_efficient_loading") and cfg.get("budget_scope") == "global":
-        raise ValueError(
-            "fsdp_config.cpu_ram_efficient_loading: true leaves all processes but one without weights to compare, as "
-            "budget_scope: global does. Remove one of them."
+        raise ConfigError(
+            "fsdp_config.cpu_ram_efficient_loading",
+            "true leaves all processes but one without weights to compare, as "
+            "budget_scope: global does. Remove one of them.",
         )
 
 

@@ -1,4 +1,4 @@
-"""What the plugin adds to a training: four guards, and what a run costs in the Trainer's logs."""
+"""Callbacks of a training: four checks that stop a run that would go wrong, and the costs in the Trainer's logs."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -18,15 +18,18 @@ from .verify import adapter_tensors, check_saved
 
 
 class RequireAllTrained(TrainerCallback):
-    """Raises at the first step unless the optimizer holds every trainable parameter: some take matrices only."""
+    """Raises ValueError before the first step unless the optimizer has every trainable parameter.
+
+    Some optimizers take matrices only, and U is a vector.
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer, model = kwargs.get("optimizer"), kwargs.get("model")
         if optimizer is None or model is None:
             return
-        held = {id(parameter) for group in _groups(optimizer) for parameter in group}
+        optimized = {id(parameter) for group in _groups(optimizer) for parameter in group}
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in held:
+            if parameter.requires_grad and id(parameter) not in optimized:
                 raise ValueError(
                     f"optimizer: {type(optimizer).__name__} does not hold {name}, which would stay untrained; use "
                     "another one, such as adamw_torch_fused."
@@ -34,14 +37,17 @@ class RequireAllTrained(TrainerCallback):
 
 
 def _groups(optimizer: Any) -> Iterable[Iterable[Tensor]]:
-    """The parameters that an optimizer trains; of DeepSpeed's ZeRO, `param_groups` are flat partitions of them."""
+    """The parameters that an optimizer trains, by group.
+
+    The `param_groups` of DeepSpeed's ZeRO hold flat partitions; the parameters themselves are elsewhere.
+    """
     zero = getattr(optimizer, "optimizer", None)
     groups = getattr(zero, "bit16_groups", None) or getattr(zero, "fp16_groups", None)  # stages 1 and 2; stage 3
     return [group["params"] for group in optimizer.param_groups] if groups is None else groups
 
 
 class RequireFp32(TrainerCallback):
-    """Raises at the first step if something has cast U, L or R, as DeepSpeed's bf16 would."""
+    """Raises RuntimeError before the first step if U, L or R is not fp32, as after a cast by DeepSpeed's bf16 mode."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, tensor in adapter_tensors(kwargs["model"]).items():
@@ -55,7 +61,11 @@ class RequireFp32(TrainerCallback):
 
 
 class RefuseUntrained(TrainerCallback):
-    """Raises at the first evaluated batch unless training began."""
+    """Raises ValueError at the first evaluated batch unless training has begun.
+
+    Args:
+        output_dir: the YAML's, where a trained adapter may be.
+    """
 
     def __init__(self, output_dir: str) -> None:
         self._output_dir = output_dir
@@ -70,11 +80,11 @@ class RefuseUntrained(TrainerCallback):
 
 
 class CheckSaves(TrainerCallback):
-    """Raises in all processes unless a checkpoint holds the whole adapter: one just written, and one just resumed.
+    """Raises in all processes unless a checkpoint that was just written, or resumed, holds the whole adapter.
 
     Args:
         processes: of the run.
-        resumed: the checkpoint that training goes on from, if any.
+        resumed: the checkpoint that training resumes from, if any.
     """
 
     def __init__(self, processes: Processes, resumed: Path | None = None) -> None:
@@ -92,24 +102,24 @@ class CheckSaves(TrainerCallback):
 
 
 class LogCost(TrainerCallback):
-    """Adds to what the Trainer logs, and so to the console and to every tracker:
+    """Adds a run's costs to the Trainer's logs, and so to the console and to every tracker:
 
-    - `supertune/tokens_per_second`: tokens that this process trained on since the last log, over the time since then
-      without evaluations and saves. Positions with attention mask 0 do not count; of a batch without a mask (packed
-      sequences, with some attention implementations) all do. Axolotl's `tokens/train_per_sec_per_gpu` counts the
-      tokens with a label instead, and evaluations and saves as time.
-    - `supertune/peak_memory_gib`: the most CUDA memory that was allocated since training began, in GiB; not on a CPU.
-      Axolotl's `memory/max_allocated (GiB)` starts again at every log.
-    - `supertune/adapter_mib`, in the first log: all tensors of the Supra adapters in memory, in MiB: indices included,
-      with 4 bytes each where the file has 2.
+    - `supertune/tokens_per_second`: tokens of this process since the last log, per second of training; evaluations and
+      saves are left out. Positions with attention mask 0 do not count. A batch without a mask (packed sequences, with
+      some attention implementations) counts in full. Axolotl's `tokens/train_per_sec_per_gpu` counts the tokens with a
+      label instead, and includes the time of evaluations and saves.
+    - `supertune/peak_memory_gib`: peak of allocated CUDA memory since training began, in GiB; not on a CPU. Axolotl's
+      `memory/max_allocated (GiB)` is the peak since the last log.
+    - `supertune/adapter_mib`, in the first log: memory of all tensors of the Supra adapters, in MiB, indices included
+      (4 bytes each in memory, 2 in the file).
     - `supertune/trainable_parameters`, in the first log: trainable scalars, `lora_modules_to_save` included.
 
-    The last step is logged too where `logging_steps` does not divide their number, unless nothing is to be logged.
+    The last step is logged, too, if `logging_steps` does not divide the number of steps, unless logging is off.
 
-    The device is waited for where the Trainer is about to log, evaluate or save, never in between.
+    Waits for the device only when the Trainer is about to log, evaluate or save.
 
     Args:
-        trainer: an Axolotl trainer; its `training_step` is wrapped to see the batches, which callbacks do not.
+        trainer: an Axolotl trainer; its `training_step` is wrapped, as callbacks do not get the batches.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -160,26 +170,27 @@ class LogCost(TrainerCallback):
         self._leave_out()
 
     def leave_out(self, seconds: float) -> None:
-        """Time since the last log that was spent on something else than training."""
+        """Leave out seconds since the last log that were spent on something else than training."""
         self._started += seconds
 
     def _leave_out(self) -> None:
-        """The time since the last step is not training."""
+        """Leave out the time since the last step."""
         now = time.perf_counter()
         self._started += now - self._stopped
         self._stopped = now
 
 
 def _tokens(inputs: Mapping[str, Any]) -> Tensor | int:
-    """How many positions of a batch are no padding, on the batch's device where only the device knows."""
+    """The number of positions of a batch that are not padding; a tensor on the batch's device if it must be counted."""
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        return mask.count_nonzero()  # Axolotl numbers the sequences of a pack 1, 2, … in its mask
+        return mask.count_nonzero()  # in a pack, the mask has the number of the sequence: 1, 2, …
     ids = inputs.get("input_ids")
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 def _adapter_bytes(model: nn.Module) -> int:
+    """Bytes of all tensors of the Supra layers, without their base weights; shared tensors count once."""
     tensors: dict[int, Tensor] = {}
     for module in model.modules():
         if isinstance(module, SupraLayer):

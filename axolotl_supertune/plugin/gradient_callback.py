@@ -1,9 +1,8 @@
-"""When and on what a training chooses its support by gradient (SIFT, RoSA): in Axolotl's Trainer, before the first step
-that trains the sparse part.
+"""Chooses the support by gradient (SIFT, RoSA) in a training, before the first step that trains the sparse part.
 
-The batches come out of the Trainer's own data loader, so they are the training's records with its template, masking,
-packing and collator. Everything is drawn from the config's seed, and every generator is put back: what follows is what
-would have followed.
+The batches come from the Trainer's own data loader, so they are training records with the run's template, masking,
+packing and collator. They are drawn with the config's seed, and every random generator is restored afterwards, so that
+training goes on as if none had been drawn.
 """
 
 import contextlib
@@ -29,25 +28,25 @@ from .verify import check_same_everywhere
 
 LOG = get_logger(__name__)
 
-IGNORED = -100  # a label that no loss counts
+IGNORED = -100  # the label of tokens that the loss leaves out
 
 
 class ChooseByGradient(TrainerCallback):
-    """Chooses the support in the first step that trains the sparse part; until then U is kept at 0.
+    """Chooses the support before the first step that trains the sparse part; until then U stays 0.
 
-    A support that a checkpoint brought is left as it is. In a checkpoint that was written before there is none yet, and
-    a run that goes on from there chooses it when its step comes.
+    A resumed run keeps the support in its checkpoint. If the checkpoint was written before the choice, the run makes it
+    when its step comes.
 
     Args:
         trainer: an Axolotl trainer.
-        processes: of the run; each takes the gradient of its own part of every batch, and all choose from the sums.
+        processes: of the run. Each computes the gradient of its part of every batch, and all choose from the sums.
         seed: of the batches.
-        cost: is told how long it took.
+        cost: the callback that measures the training's speed; the seconds of the choice are left out of it.
     """
 
     def __init__(self, trainer: Any, processes: Processes, seed: int, cost: LogCost | None = None) -> None:
         self._trainer, self._processes, self._seed, self._cost = trainer, processes, seed, cost
-        self._release: Any = None
+        self._release: Any = None  # lets U be trained, while it is kept at 0
 
     @property
     def _config(self) -> Any:
@@ -88,7 +87,7 @@ class ChooseByGradient(TrainerCallback):
             rows = self._processes.gather(sum(len(inputs["input_ids"]) for batch in batches for inputs, _ in batch))
         if self._release is not None:
             self._release()
-            self._forget_zeros(kwargs["optimizer"])
+            self._reset_optimizer_state(kwargs["optimizer"])
         seconds = time.perf_counter() - start
         if self._cost is not None:
             self._cost.leave_out(seconds)
@@ -105,46 +104,54 @@ class ChooseByGradient(TrainerCallback):
         )
 
     def _batches(self, count: int) -> list[list[tuple[dict[str, Any], float]]]:
-        """Micro-batches of this process, each with the share of its loss in that of the whole batch."""
+        """Draw micro-batches of this process.
+
+        Returns:
+            `count` batches, each a list of (model inputs, weight of the micro-batch's mean loss in the batch's).
+
+        Raises:
+            ValueError: too few records, or a batch without a label.
+        """
         trainer = self._trainer
         loaders = trainer.accelerator._dataloaders
-        known = len(loaders)
+        count_before = len(loaders)
         loader = trainer.get_train_dataloader()
-        del loaders[known:]
+        del loaders[count_before:]  # Accelerate would checkpoint it along with the training's
         if isinstance(loader, DataLoaderDispatcher):
             raise ValueError(
                 f"mask_score: {self._config.mask_score} does not work with dispatch_batches: process 0 would read all "
                 "batches. Remove it."
             )
         size = trainer.args.gradient_accumulation_steps
-        # What Accelerate puts around the loader also tells the Trainer where its own one is: not here.
-        found = list(islice(iter(getattr(loader, "base_dataloader", loader)), count * size))
-        have = min(self._processes.gather(len(found)))
-        if have <= (count - 1) * size:
+        # Iterating Accelerate's wrapper would change the Trainer's own record of how far it has read.
+        micro_batches = list(islice(iter(getattr(loader, "base_dataloader", loader)), count * size))
+        available = min(self._processes.gather(len(micro_batches)))
+        if available <= (count - 1) * size:
             raise ValueError(
                 f"gradient_batches: {count} batches of {size} micro batches in each process were asked for, and the "
-                f"training set has {have} micro batches; lower it to {max(1, have // size)}, or use more records."
+                f"training set has {available} micro batches; lower it to {max(1, available // size)}, or use more "
+                "records."
             )
-        weights = [_counted(inputs["labels"]) for inputs in found[:have]]
-        everywhere = self._processes.gather(weights)
+        weights = [_counted(inputs["labels"]) for inputs in micro_batches[:available]]
+        by_rank = self._processes.gather(weights)
         batches = []
-        for start in range(0, have, size):
-            total = sum(sum(each[start : start + size]) for each in everywhere)
+        for start in range(0, available, size):
+            total = sum(sum(labels[start : start + size]) for labels in by_rank)
             if not total:
                 raise ValueError(
                     f"gradient_batches: batch {start // size + 1} of {count} has no token with a label to take a "
                     "gradient from; check train_on_inputs, the template and sequence_len."
                 )
-            here = zip(found[start : start + size], weights[start : start + size], strict=False)
-            # The mean over no label would be NaN.
-            batches.append([(inputs, weight / total) for inputs, weight in here if weight])
+            own = zip(micro_batches[start : start + size], weights[start : start + size], strict=False)
+            # Without a label, the mean loss would be NaN.
+            batches.append([(inputs, weight / total) for inputs, weight in own if weight])
         return batches
 
     def _loss(self, micro_batch: tuple[dict[str, Any], float]) -> Tensor:
-        """The training's own loss, a mean over its labels, times the share."""
+        """The training's own loss (a mean over the micro-batch's labels) times its weight in the batch."""
         inputs, share = micro_batch
         trainer = self._trainer
-        tokens, trainer.args.include_tkps = trainer.args.include_tkps, False  # these are not trained on
+        tokens, trainer.args.include_tkps = trainer.args.include_tkps, False  # do not count them as trained tokens
         device = trainer.args.device.type
         try:
             with torch.autocast(device, dtype=torch.bfloat16, enabled=bool(trainer.args.bf16)):
@@ -153,21 +160,21 @@ class ChooseByGradient(TrainerCallback):
             trainer.args.include_tkps = tokens
         return loss * share
 
-    def _forget_zeros(self, optimizer: Any) -> None:
-        """What the optimizer took from gradients of 0: U shall start as it would have in the first step."""
+    def _reset_optimizer_state(self, optimizer: Any) -> None:
+        """Drop the optimizer's state of U, made of gradients of 0, so that U starts as in a first step."""
         inner = getattr(optimizer, "optimizer", optimizer)
         for layer in sparse_layers(self._trainer.model):
             inner.state.pop(layer.supra_values["default"], None)
 
 
 def _counted(labels: Tensor) -> int:
-    """Labels that the loss counts: the first token of a row is predicted by none."""
+    """The number of labels that the loss counts; the first token of a row is not predicted."""
     return int((labels[..., 1:] != IGNORED).sum())
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Every generator starts from the seed inside, and goes on afterwards as if nothing had been drawn."""
+    """Seed every random generator inside the block, and restore their states after it."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)

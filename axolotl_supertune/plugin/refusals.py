@@ -107,8 +107,8 @@ def check_gradient(cfg: Mapping[str, Any], method: SupraConfig) -> None:
             value = cfg[key] if isinstance(cfg[key], str | bool | int) else "it"
             raise ConfigError(
                 key,
-                f"{value} does not work with mask_score: {cfg['mask_score']}: {reason}. Remove {key}, or choose the support "
-                "by mask_score: wanda or magnitude.",
+                f"{value} does not work with mask_score: {cfg['mask_score']}: {reason}. Remove {key}, or choose the "
+                "support by mask_score: wanda or magnitude.",
             )
     steps = cfg.get("max_steps")
     if isinstance(steps, int) and 0 < steps <= warmup:

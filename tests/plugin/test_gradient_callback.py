@@ -246,7 +246,7 @@ def test_inspect_says_that_a_support_is_still_to_come(settings, train):
 
 def test_deepspeed_is_refused(settings, load):
     config = {"zero_optimization": {"stage": 2}}
-    with pytest.raises(ValueError, match=r"^deepspeed does not work with mask_score: gradient"):
+    with pytest.raises(ValueError, match=r"^deepspeed: it does not work with mask_score: gradient"):
         load(settings(**SIFT, deepspeed=config))
 
 
