@@ -1,4 +1,8 @@
-"""A tiny Llama whose weights follow from integers alone, so that every version of everything makes the same one."""
+"""A tiny Llama whose weights follow from integers alone, so that every version of torch makes the same one.
+
+The recorded adapters of tests/fixtures/travel belong to it. It imports nothing else of the tests: tests/travel/stock.py
+runs where neither they nor this package are installed.
+"""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
