@@ -17,17 +17,16 @@ def run():
     return lambda *arguments: CliRunner().invoke(supertune, ["calibrate", *map(str, arguments)])
 
 
-def test_the_command_writes_what_a_training_measures(settings, train, write, run, tmp_path):
-    mapping = settings(max_steps=1, eval_steps=None)
-    train(mapping)
-    trained = Path(mapping["output_dir"]) / "activation_norms.safetensors"
+def test_the_command_writes_what_a_training_measures(trained, settings, train, write, run, tmp_path):
+    mapping = trained().mapping
+    measured = Path(mapping["output_dir"]) / "activation_norms.safetensors"
     # The same YAML, for a training that shards: how it does is no matter here, nor is a checkpoint that lies there.
     sharded = {**mapping, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
     config = write({**sharded, "auto_resume_from_checkpoints": True})
     for options in ([], ["--stream"]):
         result = run(config, "--output", tmp_path / "norms.safetensors", "--overwrite", *options)
         assert result.exit_code == 0, result.output
-        assert (tmp_path / "norms.safetensors").read_bytes() == trained.read_bytes()
+        assert (tmp_path / "norms.safetensors").read_bytes() == measured.read_bytes()
     assert not list(tmp_path.glob(".norms*")), "a temporary file was left"
 
     # calibration_path is where it writes, and a training with the same YAML then reads it.
@@ -39,7 +38,7 @@ def test_the_command_writes_what_a_training_measures(settings, train, write, run
     )
     result = run(write(again))
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "a/b.safetensors").read_bytes() == trained.read_bytes()
+    assert (tmp_path / "a/b.safetensors").read_bytes() == measured.read_bytes()
     train(again)
     assert not (tmp_path / "again/activation_norms.safetensors").exists()
 
