@@ -1,8 +1,11 @@
-"""The fast path: one to three linear layers of one input, and a whole gated MLP, as one autograd function each.
+"""The fast path: autograd functions for one to three adapted layers of one input, and for an adapted gated MLP.
 
-What the reference does with a dense gradient, these do with sampled products; what it does per layer, they do once per
-input. A layer's weight already holds W + M⊙U (see `inplace`). Kept for backward: the input, the thin products of the
-low-rank part and, in the MLP, the two activations; no mask, no dense gradient, not the MLP's product.
+Where `reference` forms a dense gradient of W, these compute sampled products, and passes over the input are shared by
+the layers. The weights hold W + M⊙U already (`inplace_weight`). Forward saves the input (or the columns of it that the
+supports touch), the products x·Rᵀ of rank r', and in the MLP gate and up; no mask and no product silu(gate)·up.
+
+`Group` and `GatedMLP` bind kernels to layers; `group_forward` and its siblings compute without autograd; the autograd
+functions are at the end.
 """
 
 import contextlib
@@ -16,18 +19,17 @@ from torch.autograd.function import once_differentiable
 
 from ..method import sizes
 from . import kernels, sampling_plan
-from .gathered_weight import GatheredSlot
+from .gathered_weight import GatheredSlot, WrittenSlots
 from .inplace_weight import WeightSlot
-from .launcher import aligned
-from .reference import cast, linear
-
-_SEED_BIT = 2**62
+from .operands import as_matrix, as_operand, in_shape_of, linear_without_view, mask_seed
+from .reference import cast
 
 
 class Layer(NamedTuple):
-    """An adapted linear layer: its slot, made current by whoever calls, its bias (c,) and dropout probability.
+    """An adapted linear layer: its slot, bias (c,) and dropout probability.
 
-    A `GatheredSlot` is made current here, around each forward and backward.
+    The caller writes a `WeightSlot` before a forward (`BatchedWriter.refresh`). A `GatheredSlot` is written here, for
+    each forward and backward.
     """
 
     slot: WeightSlot | GatheredSlot
@@ -36,25 +38,38 @@ class Layer(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """What the sampled products of layers of one input need: the input features (n,) that they read, None for all; the
-    transposition of their operands; the products."""
+    """Kernels for dU of layers that share an input.
+
+    Attributes:
+        columns: (n,) the input features that the supports touch, or None for all.
+        transpose: transposes the operands.
+        products: the sampled products.
+    """
 
     columns: Tensor | None
     transpose: kernels.Transpose
     products: kernels.SampledProducts
 
 
-class _Remade:
-    """What is bound to this process's tensors and kernels: a copy or a pickle has None there, and makes it anew."""
+class _NotCopied:
+    """Base of objects that are bound to this process's tensors and kernels: copies and pickles get None instead."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-class Group(_Remade):
-    """One to three layers that read the same input, with everything bound that stays the same from step to step.
+class Group(_NotCopied):
+    """One to three layers that read the same input, with their kernels bound.
 
-    Those with a low-rank part drop out alike and have one padded rank: see `can_group`.
+    Args:
+        layers: for which `can_group` holds.
+        stream: number of the first dropout mask; layer k with a low-rank part uses mask stream + k.
+        whole_input: save the whole input for backward, not only the columns that the supports touch.
+
+    Attributes:
+        sparse, low_rank: indices of the layers with such a part.
+        trained: the tensors that autograd is given: U, L, R and a trained bias of each layer in turn.
+        threshold: of the dropout, see `kernels.dropout_threshold`.
     """
 
     def __init__(self, layers: Sequence[Layer], stream: int = 0, *, whole_input: bool = False) -> None:
@@ -77,24 +92,24 @@ class Group(_Remade):
             assert chosen[0].L is not None
             dtype = chosen[0].L.dtype
             self.thin = kernels.ThinGradients(rights, widths, ranks, scales, self.threshold, stream, dtype)
-        # What autograd is told of, a layer's operands as they come, and where in it those of each kind are.
+        # The tensors for autograd, and the indices of each kind among them.
         self.trained: list[Tensor] = []
-        self._places: dict[str, list[int]] = {"U": [], "L": [], "R": []}
+        self._indices: dict[str, list[int]] = {"U": [], "L": [], "R": []}
         self._biases: list[tuple[int, int]] = []
         for at, (layer, slot) in enumerate(zip(layers, self.slots, strict=True)):
             for name, tensor in (("U", slot.values), ("L", slot.L), ("R", slot.R)):
                 if tensor is not None:
-                    self._places[name].append(len(self.trained))
+                    self._indices[name].append(len(self.trained))
                     self.trained.append(tensor)
             if layer.bias is not None and layer.bias.requires_grad:
                 self._biases.append((at, len(self.trained)))
                 self.trained.append(layer.bias)
 
-    # Waits for the device, and takes memory: for the first forward with a backward, so that switching between adapters
-    # that are not trained costs neither.
+    # Made for the first forward with a backward: it waits for the device and takes memory, which switching between
+    # adapters without training them should not.
     @functools.cached_property
     def sampling(self) -> "Sampling":
-        """What backward reads of the input, and what computes dU of the layers with a support."""
+        """Kernels for dU of the layers with a support."""
         columns, plans = None, [slot.plan for slot in self.slots if slot.plan is not None]
         if not self.low_rank and not self.whole_input:
             columns, plans = sampling_plan.few_columns(plans)
@@ -103,36 +118,38 @@ class Group(_Remade):
         return Sampling(columns, transpose, kernels.SampledProducts(plans, self.dtype))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`linear_group`."""
+        """y (..., c) of every layer for x (..., b), see `linear_group`."""
         return linear_group(x, self)
 
-    def kept(self, x: Tensor) -> Tensor:
-        """What backward needs of the input: x (..., b) itself, or the columns (T, n) that the supports touch."""
+    def saved_input(self, x: Tensor) -> Tensor:
+        """The input for backward: x (..., b) itself, or its columns (T, n) that the supports touch."""
         columns = self.sampling.columns if self.sparse else None
         return x if columns is None else x.view(-1, x.shape[-1]).index_select(1, columns)
 
     def forward(self, x: Tensor, seed: int) -> tuple[list[Tensor], Tensor | None]:
-        """x (..., b) → (..., c) of every layer, and the thin products (T, k·r') of those with a low-rank part."""
+        """x (..., b) → y (..., c) of every layer, and dropout(x)·Rᵀ (T, k·r') of the k layers with a low-rank part."""
         if not self.low_rank:
-            return [_linear(x, _weight(layer.slot), cast(layer.bias, self.dtype)) for layer in self.layers], None
+            return [
+                linear_without_view(x, _weight(layer.slot), cast(layer.bias, self.dtype)) for layer in self.layers
+            ], None
         inner = self.narrow(x, seed)
         added = iter(self.widen(inner, x.shape[:-1]))
-        rows = _matrix(x)
+        rows = as_matrix(x)
         outputs = []
         for layer in self.layers:
             weight, bias = _weight(layer.slot), cast(layer.bias, self.dtype)
             if layer.slot.packed is None:
-                outputs.append(_linear(x, weight, bias))
+                outputs.append(linear_without_view(x, weight, bias))
                 continue
             y = next(added)
-            _matrix(y).addmm_(rows, weight.t())
+            as_matrix(y).addmm_(rows, weight.t())
             outputs.append(y if bias is None else y.add_(bias))
         return outputs, inner
 
     def backward(
         self, x: Tensor, dys: Sequence[Tensor], inner: Tensor | None, seed: int, *, trains: bool, wants_dx: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """dx (T, b), and the gradients of `trained`; those of U are None."""
+        """dx (T, b) or None, and the gradients of `trained`; those of U are None (see `add_sampled`)."""
         grads: list[Tensor | None] = [None] * len(self.trained)
         dx = None
         if self.low_rank and inner is not None:
@@ -140,22 +157,22 @@ class Group(_Remade):
             d_inner = self.narrow_each(chosen)
             if trains:
                 lefts, rights, dx = self.thin(x, chosen, inner, d_inner, seed, through=wants_dx)
-                for name, found in (("L", lefts), ("R", rights)):
-                    for place, grad in zip(self._places[name], found, strict=True):
-                        grads[place] = grad
+                for name, of_kind in (("L", lefts), ("R", rights)):
+                    for index, grad in zip(self._indices[name], of_kind, strict=True):
+                        grads[index] = grad
             elif wants_dx:
                 dx = self.thin.through(x, d_inner, seed)
         if wants_dx:
             for dy, slot in zip(dys, self.slots, strict=True):
-                rows, weight = _matrix(dy), _weight(slot)
+                rows, weight = as_matrix(dy), _weight(slot)
                 dx = torch.mm(rows, weight) if dx is None else dx.addmm_(rows, weight)
-        for at, place in self._biases:
-            bias = self.trained[place]
-            grads[place] = _matrix(dys[at]).sum(0, dtype=torch.float32).to(bias.dtype)
+        for at, index in self._biases:
+            bias = self.trained[index]
+            grads[index] = as_matrix(dys[at]).sum(0, dtype=torch.float32).to(bias.dtype)
         return dx, grads
 
-    def sampled(self, x: Tensor, dys: Sequence[Tensor], grads: list[Tensor | None]) -> None:
-        """Put dU of every layer with a support into `grads`; long inputs a piece at a time."""
+    def add_sampled(self, x: Tensor, dys: Sequence[Tensor], grads: list[Tensor | None]) -> None:
+        """Compute dU of every layer with a support into `grads`; long inputs in pieces of `TOKENS_AT_ONCE`."""
         chosen = dys if len(self.sparse) == len(dys) else [dys[at] for at in self.sparse]
         _, transpose, products = self.sampling
         outs = products.new()
@@ -165,50 +182,50 @@ class Group(_Remade):
             buffer, (x_t, *dy_ts) = transpose(x, *chosen)
             products([(dy_t, x_t) for dy_t in dy_ts], tokens, outs)
         else:
-            x, chosen = _matrix(x), [_matrix(dy) for dy in chosen]
+            x, chosen = as_matrix(x), [as_matrix(dy) for dy in chosen]
             for begin in range(0, tokens, size):
-                some = min(size, tokens - begin)
-                buffer, (x_t, *dy_ts) = transpose(x[begin : begin + some], *(dy[begin : begin + some] for dy in chosen))
-                products([(dy_t, x_t) for dy_t in dy_ts], some, outs, add=begin > 0)
-        del buffer  # until here the kernels read it
-        self.keep_sampled(outs, grads)
+                end = min(begin + size, tokens)
+                buffer, (x_t, *dy_ts) = transpose(x[begin:end], *(dy[begin:end] for dy in chosen))
+                products([(dy_t, x_t) for dy_t in dy_ts], end - begin, outs, add=begin > 0)
+        del buffer  # the kernels have read it
+        self.store_sampled(outs, grads)
 
-    def keep_sampled(self, outs: Sequence[Tensor], grads: list[Tensor | None]) -> None:
-        """Put sampled products into `grads`, in the dtype of U."""
-        for place, out in zip(self._places["U"], outs, strict=True):
-            dtype = self.trained[place].dtype
-            grads[place] = out if dtype is torch.float32 else out.to(dtype)
+    def store_sampled(self, outs: Sequence[Tensor], grads: list[Tensor | None]) -> None:
+        """Put sampled products (s,) fp32 into `grads`, in the dtype of U."""
+        for index, out in zip(self._indices["U"], outs, strict=True):
+            dtype = self.trained[index].dtype
+            grads[index] = out if dtype is torch.float32 else out.to(dtype)
 
 
-class GatedMLP(_Remade):
-    """down(silu(gate(x))·up(x)) with all three layers adapted."""
+class GatedMLP(_NotCopied):
+    """down(silu(gate(x))·up(x)) with all three layers adapted, and their kernels bound."""
 
     def __init__(self, gate: Layer, up: Layer, down: Layer) -> None:
         self.layers = [gate, up, down]
-        # The input of down is made again in backward, whole: its columns are no saving.
+        # Backward forms the input of down again as a whole: saving only its columns saves nothing.
         self.gate_up, self.down = Group([gate, up]), Group([down], stream=2, whole_input=True)
         self.slots = [layer.slot for layer in self.layers]
         self.persistent = self.gate_up.persistent
         weight = gate.slot.weight
         self.swiglu = kernels.Swiglu(weight.shape[0], gate.slot.dtype, weight.device)
         self.trained = [*self.gate_up.trained, *self.down.trained]
-        self.together = all(layer.slot.indices is not None for layer in self.layers)
+        self.samples_at_once = all(layer.slot.indices is not None for layer in self.layers)
 
     @functools.cached_property
     def sampling(self) -> "Sampling":
-        """What computes dU of all three layers at once, where each has a support."""
+        """Kernels for dU of all three layers in one launch, where each has a support."""
         plans = [*self.gate_up.sampling.products.plans, *self.down.sampling.products.plans]
         sizes, dtype = [plans[0].shape[1], plans[2].shape[0]], self.down.dtype
         transpose = kernels.Transpose(sizes, dtype, plans[0].indices.device)
         return Sampling(self.gate_up.sampling.columns, transpose, kernels.SampledProducts(plans, dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`gated_mlp`."""
+        """y (..., c) of x (..., b), see `gated_mlp`."""
         return gated_mlp(x, self)
 
 
 def can_group(layers: Sequence[Layer]) -> bool:
-    """Whether a `Group` takes these layers: one dtype, dropout and padded rank; all their weights stay, or none."""
+    """Whether one `Group` can hold these layers: one dtype, dropout and padded rank; all slots persistent, or none."""
     low_rank = [layer for layer in layers if layer.slot.packed is not None]
     return (
         len({(layer.slot.dtype, layer.slot.persistent) for layer in layers}) == 1
@@ -218,21 +235,21 @@ def can_group(layers: Sequence[Layer]) -> bool:
 
 
 def linear_group(x: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """x·Ŵᵀ + bias of the layers of a group for x (..., b): (..., c) each, equal to `sparse_linear`."""
+    """x·Ŵᵀ + bias (..., c) of every layer of a group for x (..., b); `reference.sparse_linear` of each."""
     if not torch.is_grad_enabled():
         return tuple(group_forward(x, group, keeps=False)[0])
     return _apply(_LinearGroup, x, group, *group.trained)
 
 
 def gated_mlp(x: Tensor, mlp: GatedMLP) -> Tensor:
-    """down(silu(gate(x))·up(x)), keeping neither silu(gate) nor the product: (..., b) → (..., c)."""
+    """down(silu(gate(x))·up(x)): x (..., b) → (..., c). Saves neither silu(gate) nor the product for backward."""
     if not torch.is_grad_enabled():
         return mlp_forward(x, mlp, keeps=False)[0]
     return _apply(_GatedMLP, x, mlp, *mlp.trained)
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward: tensors, the seed of its masks, and the state of U, L and R."""
+    """What a forward saves for its backward: tensors, the seed of its masks, and the versions of U, L and R."""
 
     tensors: tuple[Tensor | None, ...]
     seed: int
@@ -240,130 +257,95 @@ class Saved(NamedTuple):
 
 
 def group_forward(x: Tensor, group: Group, *, keeps: bool = True) -> tuple[list[Tensor], Saved]:
-    """Without autograd: the outputs, and what `group_backward` wants unless there will be none."""
-    seed = _seed(x, group.threshold)
-    x = _operand(x, group.dtype)
-    with _NOTHING if group.persistent else _Written(group.slots):
+    """The outputs without autograd, and with `keeps` what `group_backward` needs."""
+    seed = mask_seed(x, group.threshold)
+    x = as_operand(x, group.dtype)
+    with _NO_WRITE if group.persistent else WrittenSlots(group.slots):
         outputs, inner = group.forward(x, seed)
-    return outputs, Saved((group.kept(x) if keeps else None, inner), seed, [slot.versions for slot in group.slots])
+    saved = (group.saved_input(x) if keeps else None, inner)
+    return outputs, Saved(saved, seed, [slot.versions for slot in group.slots])
 
 
 def group_backward(
     dys: Sequence[Tensor], saved: Saved, group: Group, *, trains: bool, wants_dx: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """dx (..., b) in the dtype of the products, and the gradients of `group.trained`."""
+    """dx (..., b) in the dtype of the products, or None, and the gradients of `group.trained`."""
     x, inner = saved.tensors
     assert x is not None
-    with _Written(group.slots, saved.versions):
-        x, operands = _operand(x, group.dtype), [_operand(dy, group.dtype) for dy in dys]
+    with WrittenSlots(group.slots, saved.versions):
+        x, operands = as_operand(x, group.dtype), [as_operand(dy, group.dtype) for dy in dys]
         dx, grads = group.backward(x, operands, inner, saved.seed, trains=trains, wants_dx=wants_dx)
         if group.sparse and trains:
-            group.sampled(x, operands, grads)
-    return _shaped(dx, dys[0]), grads
+            group.add_sampled(x, operands, grads)
+    return in_shape_of(dx, dys[0]), grads
 
 
 def mlp_forward(x: Tensor, mlp: GatedMLP, *, keeps: bool = True) -> tuple[Tensor, Saved]:
-    """Without autograd: the output, and what `mlp_backward` wants unless there will be none."""
-    seed = _seed(x, mlp.gate_up.threshold or mlp.down.threshold)
-    x = _operand(x, mlp.gate_up.dtype)
-    with _NOTHING if mlp.persistent else _Written(mlp.slots):
+    """The output without autograd, and with `keeps` what `mlp_backward` needs."""
+    seed = mask_seed(x, mlp.gate_up.threshold or mlp.down.threshold)
+    x = as_operand(x, mlp.gate_up.dtype)
+    with _NO_WRITE if mlp.persistent else WrittenSlots(mlp.slots):
         (gate, up), inner = mlp.gate_up.forward(x, seed)
         (y,), inner_down = mlp.down.forward(mlp.swiglu(gate, up), seed)
-    saved = (mlp.gate_up.kept(x) if keeps else None, gate, up, inner, inner_down)
+    saved = (mlp.gate_up.saved_input(x) if keeps else None, gate, up, inner, inner_down)
     return y, Saved(saved, seed, [slot.versions for slot in mlp.slots])
 
 
 def mlp_backward(
     grad: Tensor, saved: Saved, mlp: GatedMLP, *, trains: bool, wants_dx: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """dx (..., b) in the dtype of the products, and the gradients of `mlp.trained`."""
+    """dx (..., b) in the dtype of the products, or None, and the gradients of `mlp.trained`."""
     x, gate, up, inner, inner_down = saved.tensors
     assert x is not None
     assert gate is not None
     assert up is not None
-    with _Written(mlp.slots, saved.versions):
-        x, dy = _operand(x, mlp.gate_up.dtype), _operand(grad, mlp.down.dtype)
+    with WrittenSlots(mlp.slots, saved.versions):
+        x, dy = as_operand(x, mlp.gate_up.dtype), as_operand(grad, mlp.down.dtype)
         tokens = dy.numel() // dy.shape[-1]
-        together = trains and mlp.together and tokens <= sizes.TOKENS_AT_ONCE
-        down_alone = trains and bool(mlp.down.sparse) and not together
-        # The product is needed whole for dR of down, and for its dU where that is not taken from the transposed one.
+        at_once = trains and mlp.samples_at_once and tokens <= sizes.TOKENS_AT_ONCE
+        down_alone = trains and bool(mlp.down.sparse) and not at_once
+        # The product is needed for dR of down, and for its dU unless that uses the transposed copy of the product.
         h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_alone else gate
-        dh, found_down = mlp.down.backward(h, [dy], inner_down, saved.seed, trains=trains, wants_dx=True)
+        dh, grads_down = mlp.down.backward(h, [dy], inner_down, saved.seed, trains=trains, wants_dx=True)
         assert dh is not None
         if down_alone:
-            mlp.down.sampled(h, [dy], found_down)
+            mlp.down.add_sampled(h, [dy], grads_down)
         del h
-        d_gate, d_up, buffer, transposed = mlp.swiglu.backward(dh, gate, up, transposed=together)
+        d_gate, d_up, buffer, transposed = mlp.swiglu.backward(dh, gate, up, transposed=at_once)
         del dh
         dys = [d_gate, d_up]
-        dx, found = mlp.gate_up.backward(x, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
-        if together:
+        dx, grads = mlp.gate_up.backward(x, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
+        if at_once:
             gate_t, up_t, h_t = transposed
             _, transpose, products = mlp.sampling
-            others, (x_t, dy_t) = transpose(x, dy)
+            copies, (x_t, dy_t) = transpose(x, dy)
             outs = products.new()
             products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], tokens, outs)
-            del buffer, others  # until here the kernels read them
-            mlp.gate_up.keep_sampled(outs[:2], found)
-            mlp.down.keep_sampled(outs[2:], found_down)
+            del buffer, copies  # the kernels have read them
+            mlp.gate_up.store_sampled(outs[:2], grads)
+            mlp.down.store_sampled(outs[2:], grads_down)
         elif trains and mlp.gate_up.sparse:
-            mlp.gate_up.sampled(x, dys, found)
-    return _shaped(dx, grad), [*found, *found_down]
+            mlp.gate_up.add_sampled(x, dys, grads)
+    return in_shape_of(dx, grad), [*grads, *grads_down]
 
 
-class _Written:
-    """While a backward runs: the weights hold what its forward used, and afterwards what they held before.
-
-    So too while a forward runs, of layers whose weights do not stay.
-
-    Raises:
-        RuntimeError: U, L or R changed since the forward; the gradient would be that of another model.
-    """
-
-    def __init__(
-        self, slots: "Sequence[WeightSlot | GatheredSlot]", versions: "Sequence[tuple[tuple[Tensor, int], ...]]" = ()
-    ) -> None:
-        self._slots = slots
-        self._again: list[WeightSlot | GatheredSlot] = []
-        for each in versions:
-            for tensor, version in each:
-                if tensor._version != version:
-                    raise RuntimeError(
-                        "an adapter's values were changed between a forward and its backward: call backward() before "
-                        "step()."
-                    )
-
-    def __enter__(self) -> None:
-        try:
-            for slot in self._slots:
-                if slot.ensure():
-                    self._again.append(slot)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        for slot in self._again:
-            slot.restore()
-
-
-_NOTHING = contextlib.nullcontext()
+_NO_WRITE = contextlib.nullcontext()
 
 
 def _apply(function: Any, *args: Any) -> Any:
-    """`function.apply`, straight to C where no functorch transform is active."""
+    """`function.apply` without its Python, unless a functorch transform is active."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)
 
 
 def _once_differentiable(backward: Any) -> Any:
-    """torch's own, but for the price where nobody asked for a graph of the backward."""
-    whole = once_differentiable(backward)
+    """torch's `once_differentiable`, without its cost where no graph of the backward is recorded."""
+    checked = once_differentiable(backward)
 
     @functools.wraps(backward)
     def chosen(ctx: Any, *dys: Tensor) -> Any:
-        return whole(ctx, *dys) if torch.is_grad_enabled() else backward(ctx, *dys)
+        return checked(ctx, *dys) if torch.is_grad_enabled() else backward(ctx, *dys)
 
     return chosen
 
@@ -406,45 +388,3 @@ def _weight(slot: WeightSlot | GatheredSlot) -> Tensor:
     """The effective weight in the dtype of the products."""
     weight = slot.weight
     return weight if weight.dtype is slot.dtype else weight.to(slot.dtype)
-
-
-def _seed(x: Tensor, threshold: int) -> int:
-    """Where the masks of this call start: from the generator's seed and offset, on the host, so that nothing waits.
-
-    What restores the generator (gradient checkpointing) restores the masks.
-    """
-    if not threshold:
-        return 0
-    if x.device.type == "cuda":
-        generator = torch.cuda.default_generators[x.device.index]
-        offset = generator.get_offset()
-        generator.set_offset(offset + 4)  # as a kernel that draws four numbers a thread would leave it
-        mixed = generator.initial_seed() * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03
-    else:
-        mixed = int(torch.randint(_SEED_BIT, (1,)))
-    return mixed % _SEED_BIT + _SEED_BIT
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x·Wᵀ + bias, never a view to autograd, which would forbid whoever gets it to change it."""
-    if bias is None or x.dim() == 2:
-        return linear(x, weight, bias)
-    y = linear(_matrix(x), weight, bias)
-    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
-
-
-def _operand(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (..., n), contiguous, aligned, in the dtype of the products."""
-    if x.dtype is not dtype:
-        x = x.to(dtype)
-    return aligned(x if x.is_contiguous() else x.contiguous())
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """(..., n) → (T, n)."""
-    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
-
-
-def _shaped(dx: Tensor | None, dy: Tensor) -> Tensor | None:
-    """dx (T, b) in the shape of dy (..., c) but for the last dimension."""
-    return dx if dx is None or dy.dim() == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])

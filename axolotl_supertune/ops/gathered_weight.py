@@ -5,14 +5,14 @@ Nothing of the weight's size is allocated.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import sampling_plan, write_kernels
-from .inplace_weight import empty_packed
+from .inplace_weight import WeightSlot, empty_packed
 from .launcher import aligned
 from .sampling_plan import SamplingPlan
 
@@ -100,3 +100,43 @@ class GatheredSlot:
     def __reduce__(self) -> Any:
         """Copies and pickles become None: they would have other tensors."""
         return type(None), ()
+
+
+class WrittenSlots:
+    """A context in which the slots are written: for a backward, and for a forward of slots that are not persistent.
+
+    Slots that were not written before are restored at the end.
+
+    Args:
+        slots: those of the layers.
+        versions: of a backward, U, L and R of every slot with their version counters in its forward.
+
+    Raises:
+        RuntimeError: U, L or R changed since the forward: the gradient would be that of another model.
+    """
+
+    def __init__(
+        self, slots: Sequence[WeightSlot | GatheredSlot], versions: Sequence[tuple[tuple[Tensor, int], ...]] = ()
+    ) -> None:
+        self._slots = slots
+        self._to_restore: list[WeightSlot | GatheredSlot] = []
+        for of_slot in versions:
+            for tensor, version in of_slot:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        "an adapter's values were changed between a forward and its backward: call backward() before "
+                        "step()."
+                    )
+
+    def __enter__(self) -> None:
+        try:
+            for slot in self._slots:
+                if slot.ensure():
+                    self._to_restore.append(slot)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        for slot in self._to_restore:
+            slot.restore()

@@ -1,7 +1,7 @@
-"""An adapted layer as one operator that torch.compile does not look into.
+"""A custom operator for torch.compile: one adapted layer, with a known output shape and a registered gradient.
 
-Under torch.compile a layer is computed as in eager mode, kernels and all; the compiler sees one operator with a known
-shape and a registered gradient, and breaks no graph for it. Its inputs are what autograd must know of: x and U, L, R.
+The compiler does not trace into it and does not break its graph; the layer is computed by the same kernels as in eager
+mode. Inputs are the tensors that autograd must know, x and U, L, R, and a number that names the layer.
 """
 
 import itertools
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..ops import compute_dtype
 
-# The operator's arguments are tensors and numbers: a layer is named by a number.
+# Operators take only tensors and numbers: a layer is passed as its number.
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def number_of(layer: Any) -> int:
-    """A number that names this layer from now on."""
+    """A new number under which the operators find this layer, as long as it lives."""
     number = next(_numbers)
     _layers[number] = layer
     return number
@@ -27,7 +27,21 @@ def number_of(layer: Any) -> int:
 
 @torch.library.custom_op("axolotl_supertune::adapted_linear", mutates_args=())
 def adapted_linear(x: Tensor, trained: list[Tensor], number: int, out_features: int) -> list[Tensor]:
-    """y (..., c); the thin products of the low-rank part, empty without; the masks' seed and the group, on the host."""
+    """Forward of an adapted layer.
+
+    Args:
+        x: (..., b).
+        trained: U, L and R of the active adapter, as `SupraLinear` passes them; only autograd reads them.
+        number: of the layer, see `number_of`.
+        out_features: c.
+
+    Returns:
+        y (..., c); dropout(x)·Rᵀ (T, r'), empty without a low-rank part; int64 [seed of the masks, id of the group], on
+        the CPU.
+
+    Raises:
+        RuntimeError: the kernels do not support the layer after all.
+    """
     from ..ops.fused import group_forward
 
     layer = _layers[number]
@@ -36,7 +50,7 @@ def adapted_linear(x: Tensor, trained: list[Tensor], number: int, out_features: 
         raise RuntimeError(f"{layer.supra_layer}: the kernels cannot compute this layer under torch.compile.")
     (y,), saved = group_forward(x, group)
     inner = saved.tensors[1]
-    # Its backward takes this very group, whatever forwards come between; the layer keeps it.
+    # Backward needs this group even if other forwards come between; the layer keeps it alive.
     layer.compiled_groups[id(group)] = group
     return [y, x.new_empty(0) if inner is None else inner, torch.tensor([saved.seed, id(group)])]
 
@@ -55,7 +69,14 @@ def _(x: Tensor, trained: list[Tensor], number: int, out_features: int) -> list[
 def adapted_linear_backward(
     x: Tensor, dy: Tensor, inner: Tensor, seed: Tensor, trained: list[Tensor], number: int, wants_dx: bool
 ) -> list[Tensor]:
-    """dx, empty unless wanted, and the gradients of `trained`."""
+    """Backward of `adapted_linear`.
+
+    Returns:
+        dx (..., b), empty unless `wants_dx`, and the gradients of `trained`.
+
+    Raises:
+        RuntimeError: the adapter was deleted since the forward.
+    """
     from ..ops.fused import Saved, group_backward
 
     start, group_id = seed.tolist()
@@ -75,7 +96,7 @@ def adapted_linear_backward(
 def _(
     x: Tensor, dy: Tensor, inner: Tensor, seed: Tensor, trained: list[Tensor], number: int, wants_dx: bool
 ) -> list[Tensor]:
-    return [x.new_empty(x.shape if wants_dx else 0), *(torch.empty_like(each) for each in trained)]
+    return [x.new_empty(x.shape if wants_dx else 0), *(torch.empty_like(tensor) for tensor in trained)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -87,8 +108,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     x, inner, seed, *trained = ctx.saved_tensors
     wants_dx = ctx.needs_input_grad[0]
-    dx, *found = adapted_linear_backward(x, grads[0], inner, seed, trained, ctx.number, wants_dx)
-    return dx if wants_dx else None, found, None, None
+    dx, *gradients = adapted_linear_backward(x, grads[0], inner, seed, trained, ctx.number, wants_dx)
+    return dx if wants_dx else None, gradients, None, None
 
 
 adapted_linear.register_autograd(_backward, setup_context=_setup_context)

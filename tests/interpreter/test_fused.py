@@ -21,6 +21,7 @@ from axolotl_supertune.method import sizes
 from axolotl_supertune.ops import effective_weight, fused, kernels, sparse_linear
 from axolotl_supertune.ops.fused import GatedMLP, Group, gated_mlp, linear_group
 from axolotl_supertune.ops.inplace_weight import BatchedWriter, WeightSlot
+from axolotl_supertune.ops.operands import mask_seed
 
 B = 10
 # Output sizes on both sides of B: the sampled product is taken by row and by column.
@@ -338,7 +339,7 @@ def test_gated_mlp_of_an_input_without_gradient():
 def seed_of_next_call(group):
     """The masks' seed that the next call takes from the generator, which is left as it was."""
     state = torch.get_rng_state()
-    seed = fused._seed(torch.empty(1), group.threshold)
+    seed = mask_seed(torch.empty(1), group.threshold)
     torch.set_rng_state(state)
     return seed
 
