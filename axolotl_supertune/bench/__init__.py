@@ -1,1 +1,1 @@
-"""`axolotl supertune bench`: time and memory of one training step, per method, each in a process of its own."""
+"""Benchmark of one training step: time and memory of Super, Supra and other methods, each in its own process."""

@@ -1,9 +1,9 @@
-"""What one process measures: a method on a model's shape. Shapes are numbers, so no model hub is needed."""
+"""Methods, model shapes and the settings of one measurement. Shapes are built in, so no model hub is needed."""
 
 from dataclasses import dataclass
 from typing import Any
 
-# method → what it is; the order of the table.
+# Method → its description; the order is that of the table.
 METHODS = {
     "floor": "all weights frozen, gradient to the embeddings' output: what any adapter has to pay",
     "super": "SUPRA, λ = 0, magnitude-bottom: an evenly spread support",
@@ -21,7 +21,7 @@ METHODS = {
 }
 OWN_METHODS = ("super", "super-wanda", "supra", "qsuper", "qsupra")
 ON_4_BITS = ("qsuper", "qsupra", "qlora")
-# Methods that not every PEFT has, and the class that tells.
+# Methods that some PEFT versions lack, and the class of PEFT that they need.
 PEFT_CLASSES = {"peft-supertuning": "SupertuningConfig", "peft-shira": "ShiraConfig"}
 
 _COMMON = {"head_dim": 64, "max_position_embeddings": 8192, "tie_word_embeddings": True}
@@ -42,22 +42,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One method's measurement.
+    """Settings of the measurement of one method.
 
     Attributes:
         method: a key of METHODS.
-        model: a key of SHAPES, or the path of a model's folder or config.json, of which the config alone is read.
-        device: `cuda` or `cpu`; the model is bf16 on the first and fp32 on the second.
-        batch_size, sequence_len: tokens of a step are their product.
-        steps, warmup: steps that are timed, and steps before them that are not.
+        model: a key of SHAPES, or the path of a model's folder or config.json; only the config is read.
+        device: `cuda` (the model is in bf16) or `cpu` (fp32).
+        batch_size, sequence_len: sequences of a step, and tokens of a sequence.
+        steps, warmup: timed steps, and steps before them that are not timed.
         r0: reference rank of the budget, and LoRA's rank.
-        supra_lambda, lora_dropout: of `supra`; the dropout of `lora` too.
-        attn_implementation: as transformers has it.
-        gradient_checkpointing: make the activations of each block again in backward.
-        memory_limit: GiB of the GPU that the process may take, as if the card had no more; None is all.
+        supra_lambda: λ of `supra` and `qsupra`.
+        lora_dropout: dropout of `supra`, `qsupra`, `lora` and `qlora`.
+        attn_implementation: transformers' setting.
+        gradient_checkpointing: compute the activations of each block again in backward.
+        memory_limit: GiB of GPU memory that the process may allocate, as on a smaller card; None for all.
         autocast: run forward under bf16 autocast, as a trainer with `bf16: true` does.
-        calibration_samples, calibration_sequence_len: of `super-wanda`; CPU runs use fewer.
-        profile: run three steps under torch.profiler and report its table instead of timings.
+        calibration_samples, calibration_sequence_len: sequences and their tokens for `super-wanda`; fewer on a CPU.
+        profile: run three steps under torch.profiler, and report its table instead of timings.
     """
 
     method: str
@@ -87,9 +88,11 @@ def model_config(model: str) -> Any:
 
 
 def parameter_count(model: str) -> int:
-    """How many parameters the model has, without making one."""
+    """Number of parameters of the model, which is built on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return sum(each.numel() for each in AutoModelForCausalLM.from_config(model_config(model)).parameters())
+        return sum(
+            parameter.numel() for parameter in AutoModelForCausalLM.from_config(model_config(model)).parameters()
+        )

@@ -1,4 +1,4 @@
-"""The methods that are compared: each turns a model into one that trains what the method trains."""
+"""Applies a method to a model: freezes it and adds the adapters that the method trains."""
 
 from typing import Any
 
@@ -17,8 +17,9 @@ from .job import Job
 
 
 class PaperLinear(nn.Module):
-    """The paper's sparse layer in plain autograd, which is its cost: W + M⊙U is a second dense weight, kept until
-    backward; backward makes the whole gradient of it and gathers the support's entries.
+    """The paper's sparse layer in plain autograd, as a baseline of its cost.
+
+    W + M⊙U is a second dense weight, kept until backward, which forms its dense gradient and reads it on the support.
 
     Shape: x (..., b) → (..., c). `values` (s,) is fp32 (fp64 for an fp64 base), `indices` (s,) are flat.
     """
@@ -39,7 +40,7 @@ class PaperLinear(nn.Module):
 
 
 def apply_method(model: nn.Module, job: Job, norms: ActivationNorms | None = None) -> nn.Module:
-    """Freeze and adapt `model` in place as `job.method` says; the adapted layers are all linear ones but the head.
+    """Freeze `model` in place and add the adapters of `job.method` to all linear layers except the head.
 
     Args:
         norms: activation norms, for `super-wanda`.
@@ -48,7 +49,7 @@ def apply_method(model: nn.Module, job: Job, norms: ActivationNorms | None = Non
         The model to train, which may be a wrapper.
 
     Raises:
-        AttributeError: this PEFT lacks the method.
+        ImportError: the installed PEFT lacks the method.
         ValueError: unknown method, or r0 gives a layer more parameters than it has weights.
     """
     targets = sorted({name.rpartition(".")[2] for name in default_layers(model)})
@@ -83,7 +84,7 @@ def apply_method(model: nn.Module, job: Job, norms: ActivationNorms | None = Non
         case "peft-supertuning":
             from peft import SupertuningConfig
 
-            # One density for all layers: the budget's sum, not its share in every layer.
+            # PEFT takes one density for all layers: that of the budget of all layers together.
             layers: list[Any] = [model.get_submodule(name) for name in default_layers(model)]
             budget = sum(job.r0 * (layer.out_features + layer.in_features) for layer in layers)
             density = budget / sum(layer.weight.numel() for layer in layers)
@@ -96,6 +97,7 @@ def apply_method(model: nn.Module, job: Job, norms: ActivationNorms | None = Non
 
 
 def _use_paper_layers(model: nn.Module, r0: int) -> None:
+    """Replace all linear layers except the head by `PaperLinear`."""
     for name in default_layers(model):
         base: Any = model.get_submodule(name)
         budget = layer_budget(base.out_features, base.in_features, supra_lambda=0.0, r0=r0, layer=name)

@@ -1,4 +1,4 @@
-"""The rows as a table, as Markdown and as a bar chart."""
+"""Shows the rows of a benchmark as a table on the terminal, as Markdown and as a bar chart."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +11,13 @@ Row = dict[str, Any]
 
 
 def _number(key: str, pattern: str, absent: str = "–") -> Callable[[Row], str]:
+    """A function from a row to its value of `key` in this format, or `absent`."""
     return lambda row: absent if row.get(key) is None else pattern.format(row[key])
 
 
 def _size(key: str) -> Callable[[Row], str]:
+    """A function from a row to its bytes of `key` in MiB or GiB."""
+
     def show(row: Row) -> str:
         size = row.get(key)
         if not size:
@@ -24,7 +27,7 @@ def _size(key: str) -> Callable[[Row], str]:
     return show
 
 
-# heading → cell; one list for the terminal and for Markdown, so that they cannot differ.
+# Heading → cell of a row, for both the terminal and Markdown.
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "method": lambda row: row["method"] + (" (again)" if row.get("again") else ""),
     "trainable": _number("trainable", "{:,}"),
@@ -43,9 +46,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def add_ratios(rows: Sequence[Row]) -> None:
-    """Divide each row's step time and peak memory by the floor's; the floor is the mean of its own rows.
+    """Add step time and peak memory as multiples of the floor to every row; None where either is not known.
 
-    It is measured first and last, because methods in processes of their own cannot take turns on a card that warms up.
+    The floor is the mean of its rows: it is measured first and last, because a GPU changes its speed as it warms up.
     """
     for key, ratio in (("step_ms", "step_times_floor"), ("peak_gib", "peak_times_floor")):
         floors = [row[key] for row in rows if row["method"] == "floor" and row.get(key)]
@@ -54,7 +57,7 @@ def add_ratios(rows: Sequence[Row]) -> None:
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
-    """What the table cannot say: what was measured, the floor's drift, and the rows without numbers."""
+    """Lines below the table: what was measured, the floor's drift, calibration, rows without numbers, warnings."""
     job, versions = result["job"], result["versions"]
     lines = [
         f"{result['model']}, random weights in {job['dtype']}, {job['batch_size']} × {job['sequence_len']} tokens, "
@@ -109,7 +112,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A table on the terminal and the remarks; written to a file it is as wide as it needs to be."""
+    """Print the table and the remarks; 200 columns wide if stdout is not a terminal."""
     from rich.console import Console
     from rich.table import Table
 
@@ -127,7 +130,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A PNG: horizontal bars of step time and peak memory, labelled with × floor."""
+    """Write a PNG with horizontal bars of step time and peak memory, labelled with × floor."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,7 @@
-"""One method's measurement in a fresh process: `python -m axolotl_supertune.bench.worker JOB_AS_JSON`.
+"""Measures one method, in a process of its own: `python -m axolotl_supertune.bench.worker JOB_AS_JSON`.
 
-The last line of stdout is the row, as JSON. An error is a row too: the other methods shall go on.
+The last line of stdout is the row of the table, as JSON. An error becomes a row as well, so that the other methods are
+still measured.
 """
 
 import json
@@ -34,12 +35,12 @@ _CALIBRATION_BATCH = 8
 
 
 class Watch:
-    """Seconds and CUDA memory of a `with` block. Memory is None on a CPU, where nobody counts it.
+    """Context that measures wall time and CUDA memory. Memory is None on a CPU.
 
     Attributes:
-        seconds: wall time, the device's work included.
+        seconds: wall time, including the device's work.
         peak_gib: peak of allocated memory.
-        extra_gib: how far that lies above what was allocated before.
+        extra_gib: the peak minus what was allocated at the start.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,10 +64,13 @@ class Watch:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Build the model with random weights, apply the method, train `job.warmup + job.steps` steps.
+    """Build the model with random weights, apply the method, and train `job.warmup + job.steps` steps.
 
     Returns:
-        The row: what `report.COLUMNS` shows and more; a quantity that does not exist is None.
+        The row: the values that `report.COLUMNS` shows and more; None where a value does not exist.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
     """
     device = torch.device(job.device)
     torch.manual_seed(0)
@@ -80,7 +84,7 @@ def measure(job: Job) -> dict[str, Any]:
     norms = None
     if job.method == "super-wanda":
         norms = _skewed_norms(model, job, row)
-    known = {tensor.data_ptr() for tensor in _held_tensors(model)}
+    present = {tensor.data_ptr() for tensor in _extra_tensors(model)}
     with Watch(device) as watch:
         model = apply_method(model, job, norms)
     if job.method not in ("floor", "full", "lora", "lora-bf16", "qlora"):
@@ -108,15 +112,15 @@ def measure(job: Job) -> dict[str, Any]:
         times = sorted(_milliseconds(step, device) for _ in range(job.steps))
     if not bool(torch.isfinite(loss)):
         raise FloatingPointError(f"the loss is {loss.item()} after warm-up: what was timed is not training.")
-    state = [] if optimizer is None else [list(held.values()) for held in optimizer.state.values()]
+    state = [] if optimizer is None else [list(of_one.values()) for of_one in optimizer.state.values()]
     tokens = job.batch_size * job.sequence_len
     return row | {
         "trainable": sum(parameter.numel() for parameter in trained),
         "checkpoint_bytes": _checkpoint_bytes(model, job.method),
-        "warmup_seconds": warmup.seconds,  # kernels that compile at first use do it here
+        "warmup_seconds": warmup.seconds,  # includes compilation of kernels at first use
         "peak_gib": watch.peak_gib,
-        "adam_mib": _mib([value for held in state for value in held if isinstance(value, Tensor)]),
-        "index_mib": _mib([tensor for tensor in _held_tensors(model) if tensor.data_ptr() not in known]),
+        "adam_mib": _mib([value for of_one in state for value in of_one if isinstance(value, Tensor)]),
+        "index_mib": _mib([tensor for tensor in _extra_tensors(model) if tensor.data_ptr() not in present]),
         "step_ms": median(times),
         "step_ms_min": times[0],
         "steps_per_s": 1000 / median(times),
@@ -125,7 +129,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def build_model(job: Job) -> Any:
-    """The model of `job.model` with random weights, made on the device; bf16, on a CPU fp32; or quantized to 4 bits."""
+    """The model of `job.model` with random weights on the device: bf16 (fp32 on a CPU), or quantized to 4 bits."""
     dtype = torch.bfloat16 if job.device.startswith("cuda") else torch.float32
     quantized = job.method in ON_4_BITS
     with torch.device("meta" if quantized else job.device):
@@ -134,14 +138,14 @@ def build_model(job: Job) -> Any:
         )
     if quantized:
         _quantize(model, torch.device(job.device), dtype)
-    model.config.use_cache = False  # as trainers set it: no keys and values for a generation that never comes
+    model.config.use_cache = False  # as trainers do: no key-value cache
     return model.train()
 
 
 def _quantize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Fill a model of shapes with random weights, all linear layers but the head in 4 bits, one layer at a time.
+    """Give a model on the meta device random weights; all linear layers except the head in 4 bits, as Axolotl's qlora.
 
-    As Axolotl loads a base for qlora; never more than one layer is there unquantized, so that a small card suffices.
+    Layers are filled one at a time, so that only one is on the GPU unquantized.
     """
     import bitsandbytes
 
@@ -160,30 +164,30 @@ def _quantize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
             model.set_submodule(name, layer)
         elif any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             with device:
-                module.__init__(module.config)  # rotary embeddings, whose numbers follow from the config
+                module.__init__(module.config)  # rotary embeddings, computed from the config
         else:
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     drawn = torch.randn(parameter.shape, dtype=dtype, device=device) * 0.02
                     module._parameters[key] = nn.Parameter(drawn + 1 if parameter.dim() == 1 else drawn)
     model.tie_weights()
-    model.is_loaded_in_4bit = True  # what PEFT's LoRA asks
+    model.is_loaded_in_4bit = True  # read by PEFT's LoRA
 
 
 def _skewed_norms(model: Any, job: Job, row: dict[str, Any]) -> ActivationNorms:
-    """Calibrate on random ids, note what it cost beside the bare forward pass, and return norms that vary."""
+    """Activation norms of random ids, made uneven; adds the cost of calibration and of a bare forward to the row."""
     device = torch.device(job.device)
     ids = torch.randint(
         0, model.config.vocab_size, (job.calibration_samples, job.calibration_sequence_len), device=device
     )
     batches = ids.split(_CALIBRATION_BATCH)
 
-    def forward(several: tuple[Tensor, ...]) -> None:
+    def forward(batches: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
-            for batch in several:
+            for batch in batches:
                 model.base_model(input_ids=batch, use_cache=False)
 
-    forward(batches[:1])  # libraries load and the allocator grows; what is timed below is the work
+    forward(batches[:1])  # warm-up: libraries load and the allocator grows
     with Watch(device) as bare:
         forward(batches)
     with Watch(device) as watch:
@@ -194,10 +198,9 @@ def _skewed_norms(model: Any, job: Job, row: dict[str, Any]) -> ActivationNorms:
         "calibration_forward_seconds": bare.seconds,
         "calibration_forward_peak_gib": bare.peak_gib,
     }
-    # A random model's features have similar norms (log-deviation 0.1 to 0.6), and scaling the embeddings' columns lasts
-    # one layer: the residual stream forgets them. A trained model's norms differ by orders of magnitude, which crowds
-    # the support into few columns. So each is multiplied by a lognormal factor here; a step's cost depends on where the
-    # support lies, not on why.
+    # Features of a random model have similar norms (log-deviation 0.1 to 0.6); those of a trained one differ by orders
+    # of magnitude, which concentrates the support in few columns. Scaling the embeddings' columns would change the
+    """Activation norms of random ids, made uneven; adds the cost of calibration and of a bare forward to `row`."""
     generator = torch.Generator().manual_seed(0)
     for norm in norms.norms.values():
         norm.mul_(torch.randn(norm.shape, generator=generator).exp())
@@ -205,6 +208,7 @@ def _skewed_norms(model: Any, job: Job, row: dict[str, Any]) -> ActivationNorms:
 
 
 def _milliseconds(step: Callable[[], Tensor], device: torch.device) -> float:
+    """Duration of a step; on CUDA between two events."""
     if device.type != "cuda":
         start = time.perf_counter()
         step()
@@ -218,6 +222,7 @@ def _milliseconds(step: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def _profile(step: Callable[[], Tensor], device: torch.device) -> str:
+    """torch.profiler's table of three steps, sorted by the device's time."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"
@@ -231,55 +236,61 @@ def _profile(step: Callable[[], Tensor], device: torch.device) -> str:
 
 
 def _checkpoint_bytes(model: nn.Module, method: str) -> int:
-    """Size of what the method saves; what PEFT does not write is counted, not written."""
+    """Bytes of the method's checkpoint; counted, not written, where PEFT does not write it."""
     if isinstance(model, PeftModel):
         with tempfile.TemporaryDirectory() as folder:
-            # Told not to save embeddings, PEFT does not ask the hub about the base model's vocabulary.
+            # With save_embedding_layers=False, PEFT does not query the hub for the base model's vocabulary.
             model.save_pretrained(folder, save_embedding_layers=False)
             return sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
-    if method == "full":  # parameters() names tied weights once, as a checkpoint does
+    if method == "full":  # parameters() yields tied weights once, as a checkpoint holds them
         return sum(parameter.nbytes for parameter in model.parameters())
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, PaperLinear)]
     return sum(layer.values.nbytes + layer.indices.nbytes for layer in layers)
 
 
 def _mib(tensors: list[Tensor]) -> float:
+    """Size of the tensors in MiB; shared memory counts once."""
     return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in tensors}.values()) / MIB
 
 
-def _held_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """All tensors that modules hold and that are no parameters: buffers, and those in plain attributes."""
+def _extra_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """All tensors of modules that are not parameters: buffers, and those in plain attributes."""
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     for module in model.modules():
         for key, value in vars(module).items():
-            if key not in ("_parameters", "_modules", "peft_config"):  # a config holds the norms, which are no index
+            if key not in (
+                "_parameters",
+                "_modules",
+                "peft_config",
+            ):  # a PEFT config holds the norms, which training does not need
                 yield from (tensor for tensor in _inside(value) if tensor.data_ptr() not in parameters)
 
 
 def _inside(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value: in containers, and in attributes of this package's objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _inside(each)
+        for item in value.values():
+            yield from _inside(item)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _inside(each)
+        for item in value:
+            yield from _inside(item)
     elif (
         type(value).__module__.startswith(_PACKAGE) and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
     ):
-        yield from _inside(vars(value))  # what our layers keep in objects of their own
+        yield from _inside(vars(value))  # objects of this package that layers hold
 
 
 def main() -> None:
-    """Measure the job of the command line and print the row."""
+    """Measure the job given on the command line and print its row."""
     job = Job(**json.loads(sys.argv[1]))
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             row = measure(job)
-        # "computed by the slower reference path" must not be lost
-        row["warnings"] = sorted({str(each.message) for each in caught if each.category is UserWarning})
+        # such as "computed by the slower reference path"
+        row["warnings"] = sorted({str(warning.message) for warning in caught if warning.category is UserWarning})
     except Exception as error:
         traceback.print_exc()
         lines = str(error).splitlines() or [""]
