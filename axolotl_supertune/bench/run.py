@@ -17,7 +17,7 @@ from .job import METHODS, PEFT_CLASSES, SHAPES, Job, parameter_count
 from .report import add_ratios, draw, markdown
 
 PACKAGES = ("axolotl-supertune", "torch", "peft", "transformers", "triton", "bitsandbytes")
-# Keys of a YAML and the fields of a Job that they set; and those that cost, and set none.
+# Keys of an Axolotl YAML → the fields of a Job that they set.
 _READ = {
     "lora_r": "r0",
     "supra_lambda": "supra_lambda",
@@ -27,6 +27,7 @@ _READ = {
     "attn_implementation": "attn_implementation",
     "gradient_checkpointing": "gradient_checkpointing",
 }
+# Keys that change the cost of a step and that the benchmark does not read.
 _COSTLY = {
     "sample_packing",
     "torch_compile",
@@ -48,7 +49,7 @@ _COSTLY = {
     "activation_offloading",
     "unfrozen_parameters",
 }
-# A step of more would take minutes on a CPU and say nothing about a GPU.
+# A step of a larger model takes minutes on a CPU, and says nothing about a GPU.
 _CPU_PARAMETERS = 200_000_000
 _CPU_CALIBRATION: dict[str, Any] = {"calibration_samples": 8, "calibration_sequence_len": 64}
 
@@ -57,7 +58,7 @@ def read_result(path: Path) -> dict[str, Any]:
     """The content of a bench.json, or of a bench.partial.json.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not one.
     """
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -68,10 +69,10 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def notes_on(job: Job, model: str | None) -> list[str]:
-    """What the numbers of a job do not say, for the terminal.
+    """Remarks for the terminal about what the numbers of a job do not tell.
 
     Args:
-        model: as the command line names it.
+        model: `--model` as typed, or None.
     """
     notes = []
     if job.device == "cpu":
@@ -87,7 +88,7 @@ def write_profile(job: Job, method: str, output: Path) -> Path:
     """Profile three steps of a method.
 
     Returns:
-        The file: the profiler's table.
+        The file with the profiler's table.
 
     Raises:
         ValueError: the installed PEFT does not have the method, or its process failed.
@@ -111,13 +112,13 @@ def measure_methods(job: Job, names: list[str], output: Path, *, model: str, com
     Args:
         names: keys of METHODS, the floor first.
         output: an existing folder.
-        model, command: as bench.json is to record them.
+        model, command: recorded in bench.json.
 
     Returns:
         The content of bench.json.
     """
     about = {"model": model, "command": command, "methods": names}
-    # After every row, beside what an earlier run left: one that is stopped loses neither.
+    # Written after every row, next to an earlier run's bench.json: a stopped run loses neither.
     partial = output / "bench.partial.json"
     for result in run(job, names):
         _write_json(partial, result | about)
@@ -133,7 +134,7 @@ def run(job: Job, names: list[str]) -> Iterator[dict[str, Any]]:
     """Measure the methods one after another, the floor first and last.
 
     Yields:
-        After each, the content of bench.json so far, but for the model's name and the command.
+        After each method the content of bench.json so far, without the model's name and the command.
     """
     import peft
     import torch
@@ -164,7 +165,7 @@ def run(job: Job, names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _measure(job: Job) -> dict[str, Any]:
-    """The row of one method, from a process of its own."""
+    """The row of one method, measured by a worker process; a worker that dies gives a row with status `failed`."""
     print(f"{job.method}: {METHODS[job.method]} …", file=sys.stderr)
     command = [sys.executable, "-m", "axolotl_supertune.bench.worker", json.dumps(asdict(job))]
     worker = subprocess.Popen(
@@ -172,12 +173,12 @@ def _measure(job: Job) -> dict[str, Any]:
     )
     try:
         output, errors = worker.communicate()
-    finally:  # whatever ends this process ends the worker, which holds a GPU
+    finally:  # also if this process is interrupted: the worker holds a GPU
         worker.kill()
         worker.wait()
     try:
         row: dict[str, Any] = json.loads(output.strip().rpartition("\n")[2])
-    except ValueError:  # killed, or it could not start
+    except ValueError:  # the worker was killed or could not start
         code = worker.returncode
         last = errors.strip().rpartition("\n")[2][:300]
         killed = f"the process was killed by {signal.Signals(-code).name if code < 0 else code} (out of host memory?)"
@@ -189,12 +190,17 @@ def _measure(job: Job) -> dict[str, Any]:
 
 
 def _write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write a result, replacing the file as a whole."""
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_environment(output: Path) -> None:
-    """What would otherwise be found out after the first measurement, or leave a worker behind."""
+    """Check before the first measurement that results can be written, and have SIGTERM stop the worker too.
+
+    Raises:
+        ValueError: SUPERTUNE_KERNELS has an unknown value, or nothing can be written to the folder.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from ..ops.dispatch import requested
 
@@ -208,10 +214,10 @@ def check_environment(output: Path) -> None:
 
 
 def job_for(model: str | None, device: str | None, settings: dict[str, Any]) -> Job:
-    """The job but for its method: the command line's settings before the YAML's before the defaults.
+    """The job without its method. Settings of the command line take precedence over those of the YAML.
 
     Raises:
-        ValueError: no such device, shape or model, or one too large for a CPU.
+        ValueError: no such device, shape or model, or a model that is too large for a CPU.
     """
     import torch
 
@@ -234,7 +240,11 @@ def job_for(model: str | None, device: str | None, settings: dict[str, Any]) -> 
 
 
 def _yaml_settings(path: str) -> dict[str, Any]:
-    """Fields of a Job from an Axolotl YAML; a key that it leaves out is left out."""
+    """Fields of a Job that an Axolotl YAML sets.
+
+    Raises:
+        ValueError: no YAML, or its base_model is no local folder.
+    """
     import yaml
 
     if not path.endswith((".yml", ".yaml")) or not Path(path).is_file():
@@ -249,14 +259,14 @@ def _yaml_settings(path: str) -> dict[str, Any]:
             f"base_model: {base!r} in {path} is no local folder; put the model's config.json into a folder and name "
             f"that, or bench a shape: --model {', '.join(SHAPES)}."
         )
-    found = {field: config[key] for key, field in _READ.items() if config.get(key) is not None}
-    if "gradient_checkpointing" in found:
-        found["gradient_checkpointing"] = bool(found["gradient_checkpointing"])
-    return {"model": base} | found
+    settings = {field: config[key] for key, field in _READ.items() if config.get(key) is not None}
+    if "gradient_checkpointing" in settings:
+        settings["gradient_checkpointing"] = bool(settings["gradient_checkpointing"])
+    return {"model": base} | settings
 
 
 def _unread(path: str) -> list[str]:
-    """Keys of a YAML that change what a step costs, and that the bench has no setting for."""
+    """Keys set in a YAML that change the cost of a step and are not read."""
     import yaml
 
     config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -264,8 +274,9 @@ def _unread(path: str) -> list[str]:
 
 
 def _version(package: str) -> str | None:
+    """The installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
-        # a checkout on the path
+        # this package, imported from a checkout that is not installed
         return sys.modules[__name__.partition(".")[0]].__version__ if package == PACKAGES[0] else None

@@ -200,7 +200,8 @@ def _skewed_norms(model: Any, job: Job, row: dict[str, Any]) -> ActivationNorms:
     }
     # Features of a random model have similar norms (log-deviation 0.1 to 0.6); those of a trained one differ by orders
     # of magnitude, which concentrates the support in few columns. Scaling the embeddings' columns would change the
-    """Activation norms of random ids, made uneven; adds the cost of calibration and of a bare forward to `row`."""
+    # first layer only, so every norm is multiplied by a lognormal factor: the cost of a step
+    # depends on where the support is.
     generator = torch.Generator().manual_seed(0)
     for norm in norms.norms.values():
         norm.mul_(torch.randn(norm.shape, generator=generator).exp())
