@@ -53,15 +53,16 @@ def plan(
     a full micro batch. Exit code 1 if training would be refused, or does not fit into --gpu-memory.
     """
     from ..plugin.plan.plan import make
+    from ..plugin.plan.report import as_json, show
 
     with user_errors():
         result = make(read_yaml(config), gpus=gpus, tokens=tokens)
         if result.estimate is not None:
             result.gpu_memory = gpu_memory
-        result.show()
+        show(result)
     if target is not None:
         with user_errors(target):
-            write_json(target, result.as_json())
+            write_json(target, as_json(result))
         click.echo(f"wrote {target}")
     if result.refusals or result.fits is False:
         context.exit(1)

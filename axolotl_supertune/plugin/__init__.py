@@ -1,1 +1,1 @@
-"""TODO-DOC plugin."""
+"""The Axolotl plugin: from a YAML to a trained and verified adapter."""

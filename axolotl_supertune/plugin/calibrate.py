@@ -1,4 +1,4 @@
-"""TODO-DOC plugin.calibrate."""
+"""Calibration in a training: draws token windows and measures activation norms on them, in all processes."""
 
 import time
 from typing import Any
@@ -16,10 +16,18 @@ from ..tuner.base_calibration import calibrate
 from .run_summary import training_facts
 
 Windows = torch.Tensor | dict[str, torch.Tensor]
+"""Token ids (samples, sequence_len) int64 of a text, or `input_ids` and `attention_mask` of training records."""
 
 
 def windows_of_text(cfg: Any, model_config: Any, tokenizer: Any = None) -> torch.Tensor:
-    """The calibration windows that the keys describe, no longer than the model takes."""
+    """Draw the calibration windows that the YAML's keys describe.
+
+    Returns:
+        (samples, length) int64 token ids; length as of `window_length`.
+
+    Raises:
+        FileNotFoundError, ValueError: the text is missing, too short, or cannot be read.
+    """
     return calibration_windows(
         tokenizer or load_tokenizer(cfg),
         cfg.calibration_dataset,
@@ -32,7 +40,14 @@ def windows_of_text(cfg: Any, model_config: Any, tokenizer: Any = None) -> torch
 
 
 def windows_of_records(cfg: Any, model_config: Any) -> dict[str, torch.Tensor]:
-    """Records of the training set, as Axolotl prepares it and keeps it in dataset_prepared_path."""
+    """Draw records of the training set, which Axolotl tokenizes and keeps in dataset_prepared_path.
+
+    Returns:
+        `input_ids` and `attention_mask`, each (samples, longest) int64.
+
+    Raises:
+        ValueError: there are fewer records than calibration_samples.
+    """
     records = load_datasets(cfg=cfg).train_dataset
     return training_windows(
         records["input_ids"],
@@ -43,13 +58,13 @@ def windows_of_records(cfg: Any, model_config: Any) -> dict[str, torch.Tensor]:
 
 
 def window_length(cfg: Any, model_config: Any) -> int:
-    """Tokens of a calibration window: calibration_sequence_len, or what the model takes if that is less."""
+    """Tokens of a calibration window: calibration_sequence_len, or the model's maximum if that is less."""
     maximum = max_positions(model_config)
     return int(cfg.calibration_sequence_len if maximum is None else min(cfg.calibration_sequence_len, maximum))
 
 
 def max_positions(model_config: Any) -> int | None:
-    """The longest sequence that a model takes, or None if its config does not say."""
+    """The longest sequence that a model takes, in tokens, or None if its config does not say."""
     text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     return getattr(text, "max_position_embeddings", None)
 
@@ -63,12 +78,18 @@ def measured_norms(
     *,
     stream: bool = False,
 ) -> tuple[ActivationNorms, float]:
-    """Norms on these windows, and the seconds that they took.
+    """Measure activation norms on calibration windows; called by every process that has weights.
 
     Args:
-        model, layers: the base model and the layers that are adapted.
-        windows: of `windows_of_text` or `windows_of_records`.
-        stream: the model lies on the CPU and stays there; its decoder layers visit the device one at a time.
+        model: the base model.
+        cfg: the YAML, after `validation.prepare`.
+        layers: names of the layers that are adapted.
+        windows: as `windows_of_text` or `windows_of_records` give them, the same in all processes.
+        processes: of the run; each calibrates on its share of the batches.
+        stream: keep the model on the CPU and move one decoder layer at a time to the device.
+
+    Returns:
+        The norms of the whole set of windows, and the seconds that it took.
     """
     provenance = {
         "model": cfg.base_model,
@@ -81,7 +102,7 @@ def measured_norms(
     }
     if cfg.calibration_dataset == TRAINING_SET:
         provenance["training_data"] = training_facts(cfg)[0]["Training data"]
-    # Whole batches, as one process has them: what a batch sums to does not depend on who computes it.
+    # The batches are the same for any number of processes, so that the sums of each batch are, too.
     batches = batches_of(windows, cfg.calibration_batch_size)
     engine = engine_of(cfg)
     batches, uncounted = engine.share_of(batches, processes)

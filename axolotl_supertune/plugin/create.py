@@ -1,4 +1,4 @@
-"""New adapters: the config that the YAML describes, the norms that it calibrates, and one start in all processes."""
+"""Makes a new adapter as the YAML describes it, the same in all processes."""
 
 import hashlib
 import math
@@ -12,6 +12,7 @@ from peft import get_peft_model
 from ..engines import engine_of
 from ..engines.processes import Processes
 from ..method.activation_norms import ActivationNorms
+from ..method.config_error import ConfigError
 from ..tuner import SupraConfig, SupraLayer
 from ..tuner.base_model import base_quantization
 from ..tuner.model import layer_budgets
@@ -19,23 +20,27 @@ from . import axolotl_compat, validation
 
 
 def is_new(cfg: Any) -> bool:
-    """Whether a run makes an adapter: there is none to start from or to resume."""
+    """Whether the run makes a new adapter, as no adapter or checkpoint is named to start from."""
     return not (cfg.lora_model_dir or cfg.merge_lora or axolotl_compat.last_checkpoint(cfg))
 
 
 def adapter_config(model: Any, cfg: Any) -> SupraConfig:
-    """The PEFT config that the YAML describes for this model."""
+    """The PEFT config that the YAML describes for this model.
+
+    Args:
+        model: the base model, maybe on the meta device.
+        cfg: the YAML, after `validation.prepare`.
+    """
     more = {"task_type": axolotl_compat.task_type(model), "base_quantization": base_quantization(model)}
     return validation.method_config(cfg, **more, **_targets(model, cfg))
 
 
 def _targets(model: Any, cfg: Any) -> dict[str, Any]:
-    """The keys that Axolotl reads for LoRA, read the same way."""
+    """Which modules are adapted, by the keys and rules of Axolotl's LoRA."""
     modules = cfg.lora_target_modules or []
     if cfg.lora_target_linear:
-        modules = sorted(
-            {*([modules] if isinstance(modules, str) else modules), *axolotl_compat.linear_layer_names(model)}
-        )
+        named = [modules] if isinstance(modules, str) else modules
+        modules = sorted({*named, *axolotl_compat.linear_layer_names(model)})
     return {
         "target_modules": modules,
         "exclude_modules": cfg.lora_exclude_modules or None,
@@ -46,15 +51,15 @@ def _targets(model: Any, cfg: Any) -> dict[str, Any]:
 
 
 def check_all_matched(cfg: Any, model: Any, layers: Iterable[str]) -> None:
-    """Refuse what matches nothing: a list's other names would be trained, left alone or saved without it.
+    """Refuse a name or number in the YAML that matches no module; PEFT would ignore it if others in its list match.
 
     Args:
         cfg: the YAML.
         model: the base model, maybe on the meta device.
-        layers: the names of those that are adapted.
+        layers: names of the layers that are adapted.
 
     Raises:
-        ValueError: names the key and the value.
+        ConfigError: names the key and the value.
     """
     modules = [name for name, _ in model.named_modules() if name]
 
@@ -62,37 +67,42 @@ def check_all_matched(cfg: Any, model: Any, layers: Iterable[str]) -> None:
         asked = [cfg[key]] if isinstance(cfg[key], str) else cfg[key] or []
         return [(key, name) for name in asked if not any(matches(name, module) for module in modules)]
 
-    # As PEFT matches them: a regex, the last names, and the end of a name.
+    # As PEFT matches them: a string is a regex, a list has last parts of names; modules_to_save has ends of names.
     pattern = isinstance(cfg.lora_exclude_modules, str)
     excludes = re.fullmatch if pattern else lambda name, module: f".{module}".endswith(f".{name}")
     idle = idle_in("lora_exclude_modules", excludes)
     idle += idle_in("lora_modules_to_save", lambda name, module: module.endswith(name))
     if idle:
         kinds = sorted({module.rpartition(".")[2] for module in modules if not module.rpartition(".")[2].isdigit()})
-        raise ValueError(f"{idle[0][0]}: {idle[0][1]} matches no module of the model, which has {', '.join(kinds)}.")
+        raise ConfigError(idle[0][0], f"{idle[0][1]} matches no module of the model, which has {', '.join(kinds)}.")
     blocks = cfg.peft_layers_to_transform
     for block in [blocks] if isinstance(blocks, int) else blocks or []:
         if not any(str(block) in layer.split(".") for layer in layers):
-            raise ValueError(
-                f"peft_layers_to_transform: {block} is the number of no block with a layer that is adapted; they are "
-                "numbered from 0."
+            raise ConfigError(
+                "peft_layers_to_transform",
+                f"{block} is the number of no block with a layer that is adapted; they are numbered from 0.",
             )
     asked = cfg.lora_target_modules if isinstance(cfg.lora_target_modules, list) else []
     idle = [name for name in asked if not any(layer == name or layer.endswith(f".{name}") for layer in layers)]
     if idle:
         kinds = sorted({layer.rpartition(".")[2] for layer in layers})
-        raise ValueError(f"lora_target_modules: {idle[0]} matches no layer that is adapted ({', '.join(kinds)} are).")
+        raise ConfigError(
+            "lora_target_modules", f"{idle[0]} matches no layer that is adapted ({', '.join(kinds)} are)."
+        )
 
 
 def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[..., ActivationNorms]) -> Any:
-    """The model with the adapter that the YAML describes, the same in all processes.
+    """The model with the adapter that the YAML describes, the same in all processes; called by all of them.
 
     Args:
-        norms: (model, cfg, names of the layers) → their activation norms, if the support needs any. If only process 0
-            has weights, no other one calls it.
+        model: the base model.
+        cfg: the YAML, after `validation.prepare`.
+        processes: of the run.
+        norms: (model, cfg, names of the layers) → their activation norms. Called if the support needs any; if only
+            process 0 has weights, only there.
 
     Raises:
-        ValueError: a name or number in the YAML matches nothing, or there is no such adapter of this model.
+        ValueError: a name or number in the YAML matches nothing, or the model's layers cannot have such an adapter.
     """
     config = adapter_config(model, cfg)
     budgets = layer_budgets(model, config)
@@ -103,10 +113,10 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
     elif config.needs_norms and any(budget.sparse_count for budget in budgets.values()):
         config.activation_norms = norms(model, cfg, list(budgets))
     if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
-        # A base that is to be sharded may still lie on the CPU, which chooses slowly.
+        # A base that is to be sharded may still be on the CPU, where choosing supports is slow.
         config.support_device = cfg.device
     seed = seed_of(cfg)
-    # Axolotl 0.19 seeds nothing before the trainer exists; R must follow from the config's seed all the same.
+    # R follows from the config's seed, though Axolotl 0.19 seeds nothing before the trainer exists.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
@@ -118,19 +128,19 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
 
 
 def seed_of(cfg: Any) -> int:
-    """The YAML's seed, or Axolotl's own."""
+    """The YAML's seed, or Axolotl's default."""
     return validation.DEFAULT_SEED if cfg.seed is None else int(cfg.seed)
 
 
 def _use_supports_of_process_0(model: Any, processes: Processes) -> None:
     """Give the adapters of all processes the supports that process 0 chose."""
     config = model.peft_config["default"]
-    config.support = "select"  # chosen, by whichever process
+    config.support = "select"  # as in process 0
     config.calibration = processes.from_first(lambda: config.calibration)
     layers = [module for module in model.modules() if isinstance(module, SupraLayer)]
     chosen = [layer for layer in layers if "default" in layer.supra_indices]
-    here = [layer.supra_indices["default"] for layer in chosen]
-    supports = [each.cpu() if processes.is_first else torch.empty(each.shape, dtype=each.dtype) for each in here]
+    indices = [layer.supra_indices["default"] for layer in chosen]
+    supports = [index.cpu() if processes.is_first else torch.empty(index.shape, dtype=index.dtype) for index in indices]
     processes.broadcast(supports)
     if not processes.is_first:
         for layer, support in zip(chosen, supports, strict=True):
@@ -140,7 +150,10 @@ def _use_supports_of_process_0(model: Any, processes: Processes) -> None:
 
 
 def _draw_by_name(model: Any, seed: int) -> None:
-    """Draw every R from the seed and its layer's name, as Axolotl 0.21 draws LoRA's A: λ = 1 starts as LoRA does."""
+    """Draw every R, Kaiming-uniform, from the seed and its layer's name, in place.
+
+    Axolotl 0.21 draws LoRA's A so; an adapter with λ = 1 then starts as LoRA does.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, SupraLayer):
             continue

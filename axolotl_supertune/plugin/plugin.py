@@ -1,4 +1,8 @@
-"""The Axolotl plugin: thin hooks that calibrate, adapt the model, and guard against an adapter nobody trained."""
+"""The Axolotl plugin: the hooks that Axolotl calls, in the order in which it calls them.
+
+They check the YAML, calibrate, put the adapter into the model, and refuse to evaluate or save an adapter that is not
+the trained one. The work is done in the other files of this room.
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +18,7 @@ from ..engines import engine_of, running_engine
 from ..engines.processes import Processes, check_processes_know_each_other, on_cpus
 from ..method.activation_norms import ActivationNorms
 from ..method.calibration_data import TRAINING_SET
+from ..method.config_error import ConfigError
 from ..tuner.base_model import read_parameter
 from ..tuner.gradient import sparse_layers
 from ..tuner.model_card import note_training
@@ -34,34 +39,41 @@ NORMS_FILE = "activation_norms.safetensors"
 
 
 class SupertunePlugin(BasePlugin):
-    """`plugins: [axolotl_supertune.SupertunePlugin]` makes `adapter: supra` and `adapter: super` trainable."""
+    """Makes `adapter: supra` and `adapter: super` trainable: `plugins: [axolotl_supertune.SupertunePlugin]`.
+
+    Attributes:
+        calibrates_only: set by `axolotl supertune calibrate`. The calibration text is read even if the YAML names an
+            adapter or a checkpoint, and `load_adapter` returns the bare model.
+        plans_only: set by `axolotl supertune plan`. Libraries of the engine need not be installed on this machine.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._windows: Windows | None = None
-        self._calibrated: str | None = None
-        self._untrained = False
+        self.calibrates_only = False
+        self.plans_only = False
         self._inference = False
         self._processes: Processes | None = None
-        self._finished = False
+        self._replaced: dict[str, Any] = {}  # the YAML's values of keys that differ while the base is loaded
+        self._windows: Windows | None = None
+        self._calibrated: str | None = None  # where the norms came from, for the log
+        self._resumes: Path | None = None  # the checkpoint
+        self._untrained = False
         self._awaits_gradient = False
-        self._resumes: Path | None = None
-        # What the YAML says, while the base is loaded with something else.
-        self._replaced: dict[str, Any] = {}
-        # `axolotl supertune calibrate`: the text is read whatever there is to resume.
-        self.calibrates_only = False
-        # `axolotl supertune plan`: the machine that trains is another one.
-        self.plans_only = False
+        self._finished = False  # post_train has been called once
 
     def register(self, cfg: Any) -> None:
-        """Check the raw YAML and fill in defaults; find the trained adapter for `axolotl inference`."""
+        """Check the raw YAML, fill in defaults, and find the trained adapter for `axolotl inference`.
+
+        Raises:
+            ValueError, FileNotFoundError: a key is refused; names it, its value and the remedy.
+        """
         validation.prepare(cfg, axolotl_compat.config_keys(axolotl_compat.registered_argument_classes()))
-        self._inference = bool(cfg.get("inference"))  # Axolotl's schema drops the key
+        self._inference = bool(cfg.get("inference"))  # not in the validated config: Axolotl's schema drops it
         if cfg.get("adapter") not in validation.ADAPTERS:
             return
         if self._inference or cfg.get("merge_lora") or axolotl_compat.is_merging():
-            # One process does that. Axolotl would start DeepSpeed all the same (for merge-lora in a first look at the
-            # YAML, before it says merge_lora), and under ZeRO-3 load a base without weights.
+            # Inference and merging run in one process. Axolotl would start DeepSpeed if the key were set, and under
+            # ZeRO-3 load a base without weights; merge-lora removes the key only when it loads the YAML again.
             cfg["deepspeed"] = None
         if not self.plans_only:
             engine_of(cfg).check_installed()
@@ -72,23 +84,29 @@ class SupertunePlugin(BasePlugin):
             quantized_base.load_as_trained(cfg, Path(cfg.get("lora_model_dir") or trained))
         if self._inference and not cfg.get("lora_model_dir"):
             if not holds_adapter(trained):
-                raise ValueError(
-                    f"lora_model_dir is not set and {trained} (output_dir) holds no adapter: nothing trained is there "
-                    f"to talk to. {what_to_name(trained)}"
+                raise ConfigError(
+                    "lora_model_dir",
+                    f"not set, and {trained} (output_dir) holds no adapter: there is no trained model to run. "
+                    f"{what_to_name(trained)}",
                 )
             cfg["lora_model_dir"] = str(trained)
             LOG.warning("lora_model_dir is not set: using the adapter in output_dir, %s.", trained)
 
     def get_input_args(self) -> str:
-        """Where Axolotl finds the keys."""
+        """The dotted path of the class with the plugin's YAML keys."""
         return "axolotl_supertune.plugin.args.SupertuneArgs"
 
     def get_adapter_capabilities(self) -> list[AdapterCapabilities]:
-        """The two adapter names."""
+        """The names that `adapter` may have."""
         return [AdapterCapabilities(name=name) for name in validation.ADAPTERS]
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Say how the base is quantized, and draw the calibration windows: text that is missing costs no model load."""
+        """Complete the base's quantization config and draw the calibration windows, before the model is loaded.
+
+        Raises:
+            ValueError, FileNotFoundError: the calibration text or norms are missing or unsuitable, the base is
+                quantized by another library, or an untrained adapter would be evaluated.
+        """
         self._windows = None
         self._calibrated = None
         self._finished = False
@@ -98,7 +116,7 @@ class SupertunePlugin(BasePlugin):
         replacements = engine_of(cfg).loading_keys(cfg.torch_dtype)
         self._replaced = {key: cfg[key] for key in replacements}
         cfg.update(replacements)
-        # Where one process failed on its own the others would wait for it to load its part of a base.
+        # If one process failed alone, the others would wait for it to load its part of the base.
         with self._processes.synchronized("reading the base model's config"):
             model_config = axolotl_compat.load_model_config(cfg)
             quantized_base.complete(cfg, model_config)
@@ -106,7 +124,7 @@ class SupertunePlugin(BasePlugin):
             if new and not self.calibrates_only and axolotl_compat.is_evaluating():
                 raise ValueError(untrained(cfg.output_dir))
         with self._processes.synchronized("making a new adapter" if new else "reading a trained adapter"):
-            pass  # leaves with an error where they do not all do the same
+            pass  # raises an error if the processes do not all do the same
         if not new:
             return
         if cfg.calibration_path:
@@ -116,13 +134,16 @@ class SupertunePlugin(BasePlugin):
         elif validation.method_config(cfg).needs_norms:
             with self._processes.synchronized("reading the calibration text"):
                 if cfg.calibration_dataset == TRAINING_SET:
-                    # Here and not in process 0 alone: Axolotl's own loading asks all of them.
+                    # In all processes: Axolotl's loading of the data is collective.
                     self._windows = windows_of_records(cfg, model_config)
                 else:
                     self._windows = self._processes.from_first(lambda: windows_of_text(cfg, model_config))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Prepare a quantized base, before Axolotl settles the dtypes of what is not quantized, or a sharded one."""
+        """Prepare a quantized or sharded base model for training, in place.
+
+        Axolotl sets the dtypes of what is not quantized after this hook.
+        """
         if cfg.adapter in validation.ADAPTERS:
             cfg.update(self._replaced)
             self._replaced = {}
@@ -136,21 +157,29 @@ class SupertunePlugin(BasePlugin):
     def load_adapter(
         self, model: Any, cfg: Any, inference: bool = False, config_only: bool = False
     ) -> tuple[Any, PeftConfig | None] | None:
-        """Load the adapter that `lora_model_dir` or a checkpoint names, else make a new one."""
+        """Load the adapter that `lora_model_dir` or a checkpoint names, else make a new one.
+
+        Returns:
+            (the adapted model, its PEFT config or None), or None for an adapter of another plugin. With a config,
+            Axolotl writes it into output_dir before training begins.
+
+        Raises:
+            ValueError: the YAML and the adapter or model do not fit; names the key and the remedy.
+        """
         if cfg.adapter not in validation.ADAPTERS:
             return None
         if config_only:
-            raise ValueError(f"rl: {cfg.rl} does not work with adapter: {cfg.adapter} yet.")
+            raise ConfigError("rl", f"{cfg.rl} does not work with adapter: {cfg.adapter} yet.")
         if self.calibrates_only:
             return model, None
         processes = self._processes = self._processes or _processes()
         with processes.synchronized("loading the adapter"):
             model = self._load_adapter(model, cfg, inference)
             check_same_everywhere(model, processes)
-        # Axolotl writes the config into output_dir before training begins: beside the weights of an earlier run, which
-        # are replaced when this one ends, they would be computed with its α until then.
-        keeps = holds_adapter(Path(cfg.output_dir))
-        return model, None if keeps else model.peft_config["default"]
+        # Weights of an earlier run stay in output_dir until this one ends; a new config beside them, with another α,
+        # would change what they compute.
+        has_earlier = holds_adapter(Path(cfg.output_dir))
+        return model, None if has_earlier else model.peft_config["default"]
 
     def _load_adapter(self, model: Any, cfg: Any, inference: bool) -> Any:
         frozen = inference or self._inference or bool(cfg.merge_lora)
@@ -163,19 +192,23 @@ class SupertunePlugin(BasePlugin):
             check_resume(cfg, checkpoint, adapter_config(model, cfg), engine_of(cfg, world))
         if trained:
             model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
-        else:  # a branch of its own: this one calibrates
+        else:
             assert self._processes is not None
             model = make_adapter(model, cfg, self._processes, self._norms)
         self._awaits_gradient = model.peft_config["default"].awaits_gradient and bool(sparse_layers(model))
         note_training(model, *run_summary.training_facts(cfg))
-        # A run must go on from a checkpoint exactly; `post_train` asks for what the finished adapter is stored in.
+        # Checkpoints are in fp32, so that a run resumes exactly; `post_train` sets the dtype of the finished file.
         model.peft_config["default"].values_dtype = "fp32"
         line = run_summary.calibration_line(model, self._calibrated or "as the adapter was made")
         LOG.info("\n%s%s\nKernels: %s", run_summary.layer_text(model), line, run_summary.kernels(model, cfg))
         return model
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
-        """Log what the run costs; stop an untrained adapter's evaluation, and an optimizer that leaves some out."""
+        """Configure the engine for training, and return the callbacks that check the run and log its costs.
+
+        Raises:
+            ValueError: one process sees several GPUs, or the engine does not run.
+        """
         if cfg.adapter not in validation.ADAPTERS:
             return []
         if trainer.args.n_gpu > 1:
@@ -184,7 +217,7 @@ class SupertunePlugin(BasePlugin):
                 "of the model the adapter does not follow: run one process per GPU (axolotl train CONFIG --launcher "
                 f"accelerate -- --num_processes {trainer.args.n_gpu}), or one GPU (CUDA_VISIBLE_DEVICES=0)."
             )
-        # Here and not in `post_trainer_create`, which `axolotl evaluate` does not call.
+        # Not in `post_trainer_create`, which `axolotl evaluate` does not call.
         running_engine(cfg, trainer).prepare_trainer(trainer)
         assert self._processes is not None, "load_adapter came first"
         callbacks = [
@@ -194,7 +227,7 @@ class SupertunePlugin(BasePlugin):
             WriteTrainingRecord(self._processes, cfg.sparse_lr),
         ]
         cost = None
-        if hasattr(trainer, "store_metrics"):  # a trainer_cls of the user's own need not have it
+        if hasattr(trainer, "store_metrics"):  # the user's own trainer_cls may not have it
             cost = LogCost(trainer)
             callbacks.append(cost)
         if self._awaits_gradient:
@@ -204,7 +237,11 @@ class SupertunePlugin(BasePlugin):
         return callbacks
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        """Check the final save. Axolotl calls this twice: when training ends, and when the adapter is saved."""
+        """Check the final save. Axolotl calls this twice: when training ends, and after the adapter is saved.
+
+        Raises:
+            RuntimeError: the saved file is not the model's adapter.
+        """
         if cfg.adapter not in validation.ADAPTERS:
             return
         if self._finished and (self._processes is None or self._processes.is_first):
@@ -213,6 +250,7 @@ class SupertunePlugin(BasePlugin):
         model.peft_config["default"].values_dtype = cfg.values_dtype
 
     def _norms(self, model: Any, cfg: Any, layers: list[str]) -> ActivationNorms:
+        """The activation norms of a new adapter: from calibration_path, or measured and saved into output_dir."""
         if cfg.calibration_path:
             norms = ActivationNorms.load(cfg.calibration_path)
             norms.check_model(model, f"calibration_path: the norms in {cfg.calibration_path}", read=read_parameter)
@@ -232,7 +270,11 @@ class SupertunePlugin(BasePlugin):
     def measured_norms(
         self, model: Any, cfg: Any, layers: list[str], *, stream: bool = False
     ) -> tuple[ActivationNorms, float]:
-        """Norms on the windows of `pre_model_load`, and the seconds that they took: `new_adapter.measured_norms`."""
+        """`calibrate.measured_norms` on the windows that `pre_model_load` drew.
+
+        Raises:
+            RuntimeError: `pre_model_load` drew none.
+        """
         windows, processes = self._windows, self._processes
         if windows is None or processes is None:
             raise RuntimeError("no calibration windows were drawn: pre_model_load did not run before load_adapter.")
@@ -240,15 +282,15 @@ class SupertunePlugin(BasePlugin):
 
 
 def _processes() -> Processes:
-    """The processes of this run.
+    """Connect the processes of this run, which Axolotl may do only when the Trainer is made.
 
     Raises:
-        ValueError: the launcher started several, and they do not know of each other.
+        ValueError: the launcher started several processes that do not know of each other.
     """
     seconds = axolotl_compat.process_timeout()
     axolotl_compat.init_distributed_state()
     if on_cpus() and not torch.distributed.is_initialized():
-        # Accelerate would do the same, but only when the Trainer is made.
+        # As Accelerate does, later.
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     check_processes_know_each_other(torch.distributed.is_initialized())
     return Processes(seconds, f"{axolotl_compat.TIMEOUT_VARIABLE}=SECONDS waits longer.")

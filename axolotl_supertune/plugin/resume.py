@@ -1,5 +1,4 @@
-"""Adapters that exist: which one a command means, whether it is whole and the same in all processes, whether the YAML
-agrees with it."""
+"""Checks of a checkpoint before training resumes from it: it is whole, and its run is the one in the YAML."""
 
 import os
 from pathlib import Path
@@ -21,17 +20,16 @@ CHECKPOINT_FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer
 
 
 def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, engine: Engine) -> None:
-    """Refuse a checkpoint that is incomplete, whose run was another one than the YAML describes, or whose optimizer
-    state this run cannot load.
+    """Refuse a checkpoint that is incomplete, of a different run, or whose optimizer state this run cannot load.
 
     Args:
         cfg: the YAML.
         checkpoint: the folder that is resumed.
         asked: the adapter that the YAML describes.
-        engine: what trains, with the number of its processes.
+        engine: the engine of the run that resumes.
 
     Raises:
-        ValueError: names the file or the key, and the remedy.
+        ConfigError: names the file or the key, and the remedy.
     """
     folder = Path(checkpoint)
     missing = [name for name in CHECKPOINT_FILES if not (folder / name).is_file()]
@@ -41,9 +39,10 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, engine: Engine) 
         except safetensors.SafetensorError as error:
             missing = [f"readable adapter_model.safetensors ({error})"]
     if missing:
-        raise ValueError(
-            f"resume_from_checkpoint: {checkpoint} is incomplete, it has no {missing[0]}; the run probably stopped "
-            "while writing it. Delete it to resume from the one before."
+        raise ConfigError(
+            "resume_from_checkpoint",
+            f"{checkpoint} is incomplete, it has no {missing[0]}; the run probably stopped while writing it. Delete it "
+            "to resume from the one before.",
         )
     engine.check_optimizer_state(folder)
     _check_sparse_lr(cfg, folder)
@@ -56,30 +55,32 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, engine: Engine) 
         start = config_of(cfg.lora_model_dir, "lora_model_dir")
         differs = differences(saved, start, f"lora_model_dir {cfg.lora_model_dir} has")
     if differs:
-        raise ValueError(
-            f"resume_from_checkpoint: the checkpoint {checkpoint} was trained with {differs}. Set it back to resume, "
-            "or use another output_dir to start anew."
+        raise ConfigError(
+            "resume_from_checkpoint",
+            f"the checkpoint {checkpoint} was trained with {differs}. Set it back to resume, or use another output_dir "
+            "to start anew.",
         )
 
 
 def _check_base(cfg: Any, checkpoint: str, saved: SupraConfig) -> None:
-    """The supports, and all that was trained, are of the weights of one base; another name may be that of a copy."""
-    had, has = saved.base_model_name_or_path, cfg.base_model
-    if not had or had == has or os.path.realpath(had) == os.path.realpath(has):
+    """Refuse a base model with other weights than the checkpoint's; another name may be that of a copy."""
+    trained, asked = saved.base_model_name_or_path, cfg.base_model
+    if not trained or trained == asked or os.path.realpath(trained) == os.path.realpath(asked):
         return
-    same = same_weights((had, saved.revision), (has, cfg.revision_of_model))
+    same = same_weights((trained, saved.revision), (asked, cfg.revision_of_model))
     if same is None:
         LOG.warning(
             "base_model: %s, but the checkpoint %s was trained on %s; whether they are the same weights could not be "
             "checked, as not all of their files are here.",
-            has,
+            asked,
             checkpoint,
-            had,
+            trained,
         )
     elif not same:
-        raise ValueError(
-            f"base_model: {has} has other weights than {had}, which the checkpoint {checkpoint} was trained on. Set it "
-            f"back to resume, or use another output_dir to start anew."
+        raise ConfigError(
+            "base_model",
+            f"{asked} has other weights than {trained}, which the checkpoint {checkpoint} was trained on. Set it back "
+            "to resume, or use another output_dir to start anew.",
         )
 
 

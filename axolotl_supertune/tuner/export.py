@@ -33,6 +33,7 @@ def export_adapter(adapter: Path, target: str, output: Path, *, base: str | None
         FileExistsError: `output` is not empty, or cannot become the product's name.
     """
     from . import read_adapter
+    from .checkpoint import read_config
     from .model_card import method_name, write_product_card
 
     config = read_config(adapter)
@@ -110,30 +111,6 @@ def _check_output(output: Path) -> None:
         raise FileExistsError(f"--output {output} exists already; name a new folder, or delete it.")
     if output.exists() and (output.samefile(Path.cwd()) or output.is_mount()):
         raise FileExistsError(f"--output {output} is the current folder, or a mount; name a new folder in it.")
-
-
-def read_config(folder: Path) -> "SupraConfig":
-    """The config of a saved Supra adapter.
-
-    Raises:
-        ValueError: there is no trained one; the message names the folder.
-    """
-    from peft import PeftConfig
-
-    from . import SupraConfig
-
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} holds no {name}, so it is no trained adapter.")
-    try:
-        config = PeftConfig.from_pretrained(os.fspath(folder))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder}/adapter_config.json is damaged ({error!r}): copy or save the adapter anew."
-        ) from error
-    if not isinstance(config, SupraConfig):
-        raise ValueError(f"{folder} holds a {config.peft_type} adapter, not one of Super or Supra.")
-    return config
 
 
 def as_shira(config: "SupraConfig", tensors: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -99,7 +99,7 @@ def read_report(folder: Path) -> AdapterReport:
         OSError: a file cannot be read.
     """
     from . import read_adapter
-    from .export import read_config
+    from .checkpoint import read_config
 
     config = read_config(folder)
     tensors = read_adapter(folder)

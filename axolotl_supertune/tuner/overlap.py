@@ -73,7 +73,8 @@ def read_supports(folders: Sequence[Path]) -> list[dict[str, Support]]:
             what differs.
     """
     from . import read_adapter
-    from .export import adapted, read_config
+    from .checkpoint import read_config
+    from .export import adapted
 
     found: list[dict[str, Support]] = []
     for folder in folders:
@@ -98,7 +99,7 @@ def notes_on_bases(folders: Sequence[Path]) -> list[str]:
     """What is to be known of adapters whose layers are alike, but whose bases are other ones than the first's by name,
     revision or quantization: entries of their supports lie at the same places, maybe of other weights."""
     from .base_digest import compared
-    from .export import read_config
+    from .checkpoint import read_config
 
     first, *others = [_base(read_config(folder)) for folder in folders]
     notes = []

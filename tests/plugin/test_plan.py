@@ -16,6 +16,7 @@ from axolotl_supertune.commands import cli
 from axolotl_supertune.plugin.plan import plan
 from axolotl_supertune.plugin.plan.from_yaml import engine_of
 from axolotl_supertune.plugin.plan.memory import GIB
+from axolotl_supertune.plugin.plan.report import as_json
 
 LLAMA_70B = {
     "hidden_size": 8192,
@@ -453,10 +454,10 @@ def test_a_choice_by_gradient_is_planned(large):
     moment = "choice of the support by gradient"
     assert made.job.calibration is None
     assert moment in made.estimate.moments
-    method = made.as_json()["method"]
+    method = as_json(made)["method"]
     assert {key: method[key] for key in rosa} == rosa
     assert method["gradient_batches"] == 8
-    assert made.as_json()["memory"]["gradient"] == {"squared": True}
+    assert as_json(made)["memory"]["gradient"] == {"squared": True}
     # Of RandK and of plain LoRA there is no gradient to take.
     for changes in ({"sparse_direction": "random"}, {"supra_lambda": 1.0}):
         other = plan.make(large(LLAMA_70B, **{"mask_score": "gradient", "sparse_direction": "top", **changes}))
@@ -472,12 +473,12 @@ def test_budgets_over_all_layers_are_planned(large):
     budgets = {
         scope: plan.make(large(LLAMA_70B, adapter="super", budget_scope=scope)) for scope in ("layer", "density")
     }
-    totals = {scope: made.as_json()["total"]["parameters"] for scope, made in budgets.items()}
+    totals = {scope: as_json(made)["total"]["parameters"] for scope, made in budgets.items()}
     assert 0 <= totals["layer"] - totals["density"] < 560
-    densities = {layer["density"] for layer in budgets["density"].as_json()["layers"]}
+    densities = {layer["density"] for layer in as_json(budgets["density"])["layers"]}
     assert max(densities) - min(densities) < 1e-6
     together = plan.make(large(LLAMA_70B, adapter="super", budget_scope="global"))
-    assert together.as_json()["total"]["parameters"] == totals["layer"]
+    assert as_json(together)["total"]["parameters"] == totals["layer"]
     assert any("budget_scope: global moves them between layers" in note for note in together.notes)
 
 

@@ -21,7 +21,7 @@ from ...method.atomic_files import whole_file
 from ...method.calibration_data import TRAINING_SET
 from ...plugin import validation
 from ...plugin.plan import plan as planning
-from ...plugin.plan.data_checks import Said, is_here, look_at_data
+from ...plugin.plan.data_checks import Findings, data_findings, is_here
 from ..config import CALIBRATION_FOLDER, CONTAMINATION_FILE, RECORD, GridError
 from ..record import VARIABLE, installed
 from ..records import CONFIG_FILE, GRID_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
@@ -147,13 +147,13 @@ class Sweep:
         missing = sum(1 for *_, would in lines if would.startswith(("train", "go on")))
         return "\n".join([*shown, f"{missing} runs to train, {len(self._state.done())} done, in {self.runs_dir}"])
 
-    def foresee(self) -> Said:
+    def foresee(self) -> Findings:
         """What the runs that are missing would be refused for, each with the methods that it is about.
 
         As `axolotl supertune plan` has it, from local files: no weights are loaded and nothing is downloaded.
         """
         about: dict[tuple[str, str], list[str]] = {}
-        texts_read: dict[str, Said] = {}
+        texts_read: dict[str, Findings] = {}
         missing: dict[tuple[str, float], RunKey] = {}
         for key in self.grid.keys:
             if self._would(key):
@@ -169,7 +169,7 @@ class Sweep:
                     methods = about.setdefault((kind, each), [])
                     methods += [key.method] if key.method not in methods else []
         every = len({method for method, _ in missing})
-        together = Said()
+        together = Findings()
         for (kind, each), methods in about.items():
             which = "" if len(methods) == every else f"{', '.join(methods)}: "
             getattr(together, kind).append(which + each)
@@ -179,7 +179,7 @@ class Sweep:
         """Raises GridError for a file of the data sets that is missing, unless nothing is to be made of it any more."""
         missing = [key for key in (*self.grid.keys, *self._state.second_stage()) if self._would(key)]
         for key in {key.method: key for key in missing}.values():
-            if refusals := look_at_data(self._state.uncalibrated(key)).refusals:
+            if refusals := data_findings(self._state.uncalibrated(key)).refusals:
                 raise GridError(f"{self._path}: methods.{key.method}: {refusals[0]}")
 
     def summary(self) -> Table:
@@ -447,20 +447,20 @@ class Sweep:
                 shutil.rmtree(self.runs_dir / key.folder / ADAPTER_FOLDER, ignore_errors=True)
 
 
-def _foresee(settings: dict[str, Any], texts_read: dict[str, Said]) -> Said:
+def _foresee(settings: dict[str, Any], texts_read: dict[str, Findings]) -> Findings:
     """What of a run's YAML is refused, and what is unchecked."""
     base = settings["base_model"]
     if settings.get("adapter") not in validation.ADAPTERS:
-        return look_at_data(settings)
+        return data_findings(settings)
     if not is_here(base, ("config.json",), settings.get("revision_of_model")):
-        said = look_at_data(settings)
+        said = data_findings(settings)
         said.unchecked.append(f"base_model: {base}, whose config is not here, and what depends on its layers")
         return said
     try:
         found = planning.make(settings, gpus=1, texts_read=texts_read)
     except ValueError as error:
-        return Said([str(error)])
-    return Said(found.refusals, found.unchecked)
+        return Findings([str(error)])
+    return Findings(found.refusals, found.unchecked)
 
 
 @contextlib.contextmanager

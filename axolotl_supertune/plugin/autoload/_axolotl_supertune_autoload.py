@@ -1,11 +1,12 @@
-"""Runs at every start of Python (see the `.pth` beside it): two hooks that fire when a library is imported, if ever.
+"""Start-up hooks: runs at every start of Python (through the `.pth` beside it) and waits for two libraries.
 
-- after `peft`: registers the SUPRA method, so that `PeftModel.from_pretrained` and `lm_eval --model_args peft=…` load
-  our adapters;
-- after `lm_eval.tasks`: adds our task folder to every TaskManager, so that `--tasks supertune_math` is found.
+- When `peft` has been imported, the SUPRA method is registered, so that `PeftModel.from_pretrained` and
+  `lm_eval --model_args peft=…` load our adapters.
+- When `lm_eval.tasks` has been imported, our task folder is added to every TaskManager, so that
+  `--tasks supertune_math` is found.
 
-Standard library only, no import of a library by itself, and no exception ever leaves it. It is off with
-AXOLOTL_SUPERTUNE_AUTOLOAD=0.
+Uses only the standard library, imports no other library before it is used, and lets no exception out.
+AXOLOTL_SUPERTUNE_AUTOLOAD=0 switches it off.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _HOOKS = {"peft": _after_peft, "lm_eval.tasks": _after_lm_eval_tasks}
 
 
 class _PostImport:
-    """A finder that finds nothing itself: it lets the others find, and runs the hook after the module's own code."""
+    """An import finder that leaves finding to the others, and runs a hook after the module's own code."""
 
     def __init__(self) -> None:
         self._finding: set[str] = set()
@@ -90,12 +91,12 @@ class _PostImport:
 
         try:
             loader.exec_module = exec_module
-        except AttributeError:  # a loader without attributes of its own is left alone
+        except AttributeError:  # the loader takes no attributes: no hook for this module
             return
 
 
 def install() -> None:
-    """Put the hooks in place, once; for a library that is imported already, run its hook now."""
+    """Install the import finder, once, unless it is switched off."""
     if os.environ.get("AXOLOTL_SUPERTUNE_AUTOLOAD", "1").lower() in ("0", "false", "no", "off"):
         return
     if any(type(finder).__name__ == "_PostImport" for finder in sys.meta_path):
