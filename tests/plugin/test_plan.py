@@ -511,3 +511,20 @@ def test_an_adapter_to_start_from_is_looked_at(settings, train, run, tmp_path):
 
     planned = run(settings(**other, lora_model_dir=str(tmp_path / "gone")))
     assert "Unchecked: lora_model_dir: there is no folder" in planned.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"load_in_4bit": True, "bnb_config_kwargs": {"bits": 3}}, "bnb_config_kwargs.bits: 3 is no setting"),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3}}, "mask_score": "gradient"},
+            "deepspeed: it does not work with mask_score: gradient",
+        ),
+    ],
+    ids=["a key in a key", "a key whose value is not in the message"],
+)
+def test_the_key_at_fault_is_left_out_wherever_the_message_names_it(large, changes, message):
+    made = plan.make(large(LLAMA_70B, **changes))
+    assert made.refusals[0].startswith(message)
+    assert made.estimate is not None
