@@ -152,6 +152,7 @@ def test_the_command_leaves_a_table_and_two_files(tmp_path, monkeypatch):
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_each_method_has_a_process_and_one_that_fails_is_a_row_and_an_exit_code(tmp_path):
     # r0 = 30 is more than the 32×64 k_proj has weights for.
     result = invoke("--methods", "super", *SMALL, "--r0", "30", "--output", tmp_path)

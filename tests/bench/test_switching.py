@@ -4,9 +4,12 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "gpu" / "measure_switching.py"
 
 
+@pytest.mark.slow
 def test_every_method_is_measured(tmp_path):
     spec = importlib.util.spec_from_file_location("measure_switching", SCRIPT)
     module = importlib.util.module_from_spec(spec)

@@ -478,6 +478,7 @@ def squashed(text):
 
 
 @pytest.mark.parametrize(("path", "column"), [(MATH, "instruction"), (GSM8K, "question")], ids=["math", "gsm8k"])
+@pytest.mark.slow
 def test_exact_matches_recounted(reports, path, column):
     text = path.read_text(encoding="utf-8")
     rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
@@ -550,6 +551,7 @@ def brute_force(question, text):
     return len(covered) / len(asked), same
 
 
+@pytest.mark.slow
 def test_near_duplicates_recounted(tmp_path):
     draw = random.Random(0)
     rows = draw.sample(json.loads(MATH.read_text()), 1000)

@@ -158,6 +158,7 @@ texts = st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_s
 
 @settings(max_examples=200, deadline=None)
 @given(texts)
+@pytest.mark.slow
 def test_published_rule_is_the_reference(text):
     numbers = re.findall(r"-?\d+\.?\d*", text.replace(",", ""))
     assert published_number(text) == (float(numbers[-1]) if numbers else None)

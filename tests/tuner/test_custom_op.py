@@ -11,6 +11,7 @@ from axolotl_supertune import SupraConfig
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("supra_lambda", "dropout"), [(0, 0.0), (0.5, 0.0), (0.5, 0.1), (1, 0.0)])
+@pytest.mark.slow
 def test_the_reference_path_compiles_to_the_eager_gradients(supra_lambda, dropout, dtype, backend):
     torch.manual_seed(3)
     settings = {"supra_lambda": supra_lambda, "lora_dropout": dropout, "mask_score": "magnitude", "r0": 2}
