@@ -2,7 +2,8 @@
 
 import click
 
-from ..tasks.contamination.contamination import LEVELS, THRESHOLD
+from ..tasks.contamination import LEVELS, THRESHOLD, compare, read_training, write_report
+from ..tasks.contamination.tables import match_lines, summary_table
 from .errors import user_errors
 
 
@@ -39,19 +40,11 @@ def contamination(
     """
     from rich.console import Console
 
-    from ..tasks.contamination.contamination import (
-        compare,
-        match_lines,
-        read_training,
-        summary_table,
-        write_report,
-    )
-
     with user_errors(output):
         training = [read_training(path, field) for path in train_files]
         report = compare(training, threshold=threshold, data_dir=data_dir)
-        for each in report["train"]:
-            click.echo(f"{each['path']}: {each['records']:,} records, questions in {each['field']}")
+        for source in training:
+            click.echo(f"{source.path}: {len(source.records):,} records, questions in {source.field}")
         Console(highlight=False).print(summary_table(report))
         for level in LEVELS:
             if level in listed:

@@ -1,10 +1,11 @@
-"""The six arithmetic test sets of LLM-Adapters, each checked against its sha256 and its record count.
+"""The six arithmetic test sets of LLM-Adapters: found or downloaded, and checked against sha256 and record count.
 
 A record is `{instruction, input, output, answer}`, all strings. `answer` is the gold answer: a number ("15.0") or, for
 AQuA, a letter. `output` is a model's chain of thought and often wrong.
 
-The files come from a folder that holds `<Name>.json` or `<Name>/test.json` (`data_dir`, else SUPERTUNE_DATA_DIR), else
-from GitHub, once, into `HF_HOME/supertune`.
+The files come from a folder that holds `<Name>.json` or `<Name>/test.json` (`data_dir`, else SUPERTUNE_DATA_DIR).
+Without one they are downloaded from GitHub, once, into `HF_HOME/supertune`, with `requests`: it honours the proxies of
+the environment, and unlike pooch it tries again when the host fails and not when the host gives another file.
 """
 
 import dataclasses
@@ -22,19 +23,20 @@ REPOSITORY = "AGI-Edgerunners/LLM-Adapters"
 COMMIT = "816657208af4db747803f87ba40a4c71383fed7a"
 BASE_URL = f"https://raw.githubusercontent.com/{REPOSITORY}/{COMMIT}/dataset"
 
-# Seconds: to connect, and between two pieces of a file. The largest file has 0.8 MB.
-_TIMEOUT = (10, 30)
+_TIMEOUT = (10, 30)  # seconds: to connect, and between two pieces of a file; the largest file has 0.8 MB
 _RETRIES = 2
-_LOCK_TIMEOUT = 300
+_LOCK_TIMEOUT = 300  # seconds that another process may take to download the file
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
     """One test set.
 
-    name: its folder in LLM-Adapters; `suffix` is the task's: `supertune_<suffix>`.
-    kind: what an answer is, a number or a letter A to E.
-    records, sha256: of `dataset/<name>/test.json` at COMMIT.
+    Attributes:
+        name: its folder in LLM-Adapters.
+        suffix: of its lm-eval task, `supertune_<suffix>`.
+        kind: whether an answer is a number or a letter A to E.
+        records, sha256: of `dataset/<name>/test.json` at COMMIT.
     """
 
     name: str
@@ -45,10 +47,12 @@ class Benchmark:
 
     @property
     def file(self) -> str:
+        """The file's name in a data folder and in the cache."""
         return f"{self.name}.json"
 
     @property
     def url(self) -> str:
+        """Where the file is downloaded."""
         return f"{BASE_URL}/{self.name}/test.json"
 
 
@@ -75,14 +79,14 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 _REMEDY = (
-    f"Without a network, put the six files ({', '.join(each.file for each in BENCHMARKS.values())}) of {REPOSITORY} at "
+    f"Without a network, put the six files ({', '.join(known.file for known in BENCHMARKS.values())}) of {REPOSITORY} at "
     f"commit {COMMIT[:12]} in a folder and name it: {DATA_DIR_VARIABLE}=DIR, or "
     f'--metadata \'{{"{DATA_DIR_KEY}": "DIR"}}\'.'
 )
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """The benchmark of this name, or of this task suffix.
+    """The benchmark with a name or a task suffix.
 
     Raises:
         ValueError: there is none.
@@ -103,7 +107,7 @@ def load_benchmark(name: str, data_dir: str | os.PathLike[str] | None = None) ->
     Raises:
         FileNotFoundError: the folder, or the file in it, is not there.
         ValueError: a file with another content than the published one, or an unknown name.
-        ConnectionError: neither in the cache nor to be had from the network.
+        ConnectionError: it is not in the cache and cannot be downloaded.
         OSError: a file or folder that cannot be read or written.
     """
     benchmark = find_benchmark(name)
@@ -115,13 +119,14 @@ def load_benchmark(name: str, data_dir: str | os.PathLike[str] | None = None) ->
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: `HF_HOME/supertune/<commit>`."""
+    """The folder of downloaded files: `HF_HOME/supertune/<commit>`."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME) / "supertune" / COMMIT
 
 
 def _find(benchmark: Benchmark, folder: Path) -> Path:
+    """The benchmark's file in a user's folder."""
     candidates = (folder / benchmark.file, folder / benchmark.name / "test.json")
     for path in candidates:
         if path.is_file():
@@ -133,20 +138,28 @@ def _find(benchmark: Benchmark, folder: Path) -> Path:
     )
 
 
-def _checked(content: bytes, benchmark: Benchmark, where: str, remedy: str) -> list[dict[str, str]]:
-    """The records in `content`, if it is the published file; else a ValueError about `where` that says `remedy`."""
+def _checked(content: bytes, benchmark: Benchmark, source: str, remedy: str) -> list[dict[str, str]]:
+    """The records in a file's content.
+
+    Args:
+        source, remedy: of the content, for the error.
+
+    Raises:
+        ValueError: it is not the published file.
+    """
     digest = hashlib.sha256(content).hexdigest()
     if digest == benchmark.sha256:
         records: list[dict[str, str]] = json.loads(content)
         if len(records) == benchmark.records:
             return records
     raise ValueError(
-        f"{where} is not the published {benchmark.name} test file: {_what_it_is(content, benchmark)}; sha256 "
+        f"{source} is not the published {benchmark.name} test file: {_difference(content, benchmark)}; sha256 "
         f"{digest}, expected {benchmark.sha256}. {remedy}"
     )
 
 
-def _what_it_is(content: bytes, benchmark: Benchmark) -> str:
+def _difference(content: bytes, benchmark: Benchmark) -> str:
+    """How a file differs from the published one."""
     if not content:
         return "it is empty"
     try:
@@ -161,8 +174,9 @@ def _what_it_is(content: bytes, benchmark: Benchmark) -> str:
 
 
 def _cached(benchmark: Benchmark) -> list[dict[str, str]]:
+    """The records of the cached file, which is downloaded if it is missing or damaged."""
     path = cache_folder() / benchmark.file
-    records, problem = _try_cached(path, benchmark)  # without the lock: a cache may be read-only
+    records, problem = _try_cached(path, benchmark)  # before the lock is taken: the cache may be read-only
     if records is not None:
         return records
     _refuse_if_offline(benchmark, problem)
@@ -172,7 +186,7 @@ def _cached(benchmark: Benchmark) -> list[dict[str, str]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT):
-            records, _ = _try_cached(path, benchmark)  # another process may have fetched it meanwhile
+            records, _ = _try_cached(path, benchmark)  # another process may have downloaded it meanwhile
             if records is not None:
                 return records
             path.unlink(missing_ok=True)
@@ -185,8 +199,9 @@ def _cached(benchmark: Benchmark) -> list[dict[str, str]]:
 
 
 def _try_cached(path: Path, benchmark: Benchmark) -> tuple[list[dict[str, str]] | None, str]:
+    """The records of a cached file and "", or None and why it cannot be used."""
     try:
-        return _checked(path.read_bytes(), benchmark, str(path), "Online, it is fetched anew"), ""
+        return _checked(path.read_bytes(), benchmark, str(path), "Online, it is downloaded again"), ""
     except FileNotFoundError:
         return None, f"it is not in the cache ({path})"
     except ValueError as error:
@@ -203,6 +218,7 @@ def _refuse_if_offline(benchmark: Benchmark, problem: str) -> None:
 
 
 def _download(benchmark: Benchmark, path: Path) -> list[dict[str, str]]:
+    """Download and check the file, and put it at `path`."""
     import requests
 
     with whole_file(path) as temporary:
@@ -218,6 +234,7 @@ def _download(benchmark: Benchmark, path: Path) -> list[dict[str, str]]:
 
 
 def _session() -> Any:
+    """A requests session that tries again when the host fails."""
     import requests
     from requests.adapters import HTTPAdapter
     from urllib3.util import Retry

@@ -1,10 +1,10 @@
-"""Which answer does a generated text state? Two rules, to be reported side by side.
+"""Extracts the answer, a number or a letter, from generated text, by two rules that are reported side by side.
 
-`published_number` and `published_letter` are LLM-Adapters' rule, faults included, so that scores compare with the
-paper's. `strict_number` and `strict_letter` read as a careful person would: what follows the answer is cut off, an
-explicit answer ("#### 5", "the answer is 5", \\boxed{5}) beats any other number, and where the text names no answer
-the last number counts, read as a number and not as a run of digits. An answer that names several numbers
-("3 cats and 4 dogs") or an unworked sum ("10 - 4") is no answer. Every pattern takes time linear in the text.
+`published_number` and `published_letter` are LLM-Adapters' rule with its faults, so that scores compare with the
+paper's. `strict_number` and `strict_letter` read as a careful person would: text after the answer is cut off; an
+explicit answer ("#### 5", "the answer is 5", \\boxed{5}) goes before any other number; without one the last number
+counts, read as a number and not as a run of digits. An answer with several numbers ("3 cats and 4 dogs") or an unworked
+sum ("10 - 4") is no answer. Every pattern takes time linear in the text.
 """
 
 import math
@@ -22,7 +22,7 @@ _PUBLISHED_LETTER = re.compile(r"[A-E]")
 
 # --- The strict rule: where an answer stands ------------------------------------------------------------------------
 
-# The model has gone on to invent the next exercise. A match at the very start is a header of the answer itself.
+# The model continues with an exercise of its own. A match at the very start is a header of the answer itself.
 _NEXT_EXERCISE = re.compile(
     r"#{1,4}[ ]?(?:Instruction|Input|Response|Question|Problem|Exercise|User|Human)\b"
     r"|Below is an instruction|</s>|<\|(?:end|eot|im_)\w{0,12}\|>"
@@ -31,7 +31,7 @@ _NEXT_EXERCISE = re.compile(
     re.MULTILINE,
 )
 
-# An explicit answer begins. "To answer this: …" and "Answer choices: …" are none.
+# Start of an explicit answer; not "To answer this: …" and "Answer choices: …".
 _ANSWER = re.compile(
     r"""\#{4}[ ]?(?=\W{0,3}(?:\d|[A-E]\b))
       | \\boxed[ ]?\{
@@ -137,19 +137,19 @@ _OTHER_LETTER = re.compile(r"[)\]}]?\s?(?:or|and|/|,)\s?(?:option\s)?[(\[]?[A-Ea
 
 
 def published_number(text: str) -> float | None:
-    r"""LLM-Adapters' number: commas dropped, the last match of `-?\d+\.?\d*`; None if there is none."""
+    r"""The number by LLM-Adapters' rule: commas dropped, the last match of `-?\d+\.?\d*`; None if there is none."""
     numbers = _PUBLISHED_NUMBER.findall(text.replace(",", ""))
     return float(numbers[-1]) if numbers else None
 
 
 def published_letter(text: str) -> str | None:
-    """LLM-Adapters' letter: the first of A-E anywhere, be it the A of "Answer"; None if there is none."""
+    """The letter by LLM-Adapters' rule: the first A to E anywhere, even the A of "Answer"; None if there is none."""
     match = _PUBLISHED_LETTER.search(text)
     return match[0] if match else None
 
 
 def strict_number(text: str) -> float | None:
-    """The number that a careful reader takes from `text` as its answer; None if it states none, or several.
+    """The number that `text` states as its answer, by the strict rule; None if it states none, or several.
 
     The last explicit answer counts. Without one it is a number alone on the first line, else the right-hand side of
     an equation in the last clause that has a number, else that clause's last number. Percent, currency and units are
@@ -179,7 +179,7 @@ def strict_number(text: str) -> float | None:
 
 
 def strict_letter(text: str, choices: Mapping[str, str] | None = None) -> str | None:
-    """The option, "A" to "E", that a careful reader takes from `text`; None if it names none, or several.
+    """The option, "A" to "E", that `text` names, by the strict rule; None if it names none, or several.
 
     The last explicit answer that names a letter counts, in either case; without one a letter in brackets, after
     "option" or alone in its sentence does, the last such sentence.
@@ -201,7 +201,7 @@ def strict_letter(text: str, choices: Mapping[str, str] | None = None) -> str | 
 
 
 def is_correct_number(prediction: float | None, gold: float | None) -> bool:
-    """|gold − prediction| ≤ 0.001, the published tolerance; None, NaN and infinities are wrong."""
+    """Whether |gold − prediction| ≤ 0.001, the published tolerance; None, NaN and infinities are wrong."""
     if prediction is None or gold is None or not (math.isfinite(prediction) and math.isfinite(gold)):
         return False
     return abs(gold - prediction) <= TOLERANCE
@@ -210,7 +210,7 @@ def is_correct_number(prediction: float | None, gold: float | None) -> bool:
 def answers(
     text: str, kind: Literal["number", "letter"], choices: Mapping[str, str] | None = None
 ) -> dict[str, float | str | None]:
-    """What the two rules read from one text: {"published": …, "strict": …}.
+    """The answers that the two rules extract from a text: {"published": …, "strict": …}.
 
     Raises:
         ValueError: an unknown kind.
@@ -223,10 +223,10 @@ def answers(
 
 
 def is_correct(answer: float | str | None, gold: str, kind: Literal["number", "letter"]) -> bool:
-    """Whether an answer that a rule read is the record's.
+    """Whether an extracted answer is the record's.
 
     Raises:
-        ValueError: a gold number that is none.
+        ValueError: kind is number and gold is no number.
     """
     if kind == "letter":
         return answer == gold.strip()
@@ -236,7 +236,7 @@ def is_correct(answer: float | str | None, gold: str, kind: Literal["number", "l
 def score(
     text: str, gold: str, kind: Literal["number", "letter"], choices: Mapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Both metrics of one text: {"acc": 0 or 1, "acc_strict": 0 or 1}.
+    """The metrics of a text: {"acc": 0 or 1, "acc_strict": 0 or 1}.
 
     Args:
         text: what the model wrote.
@@ -245,12 +245,12 @@ def score(
         choices: passed on to `strict_letter`.
 
     Raises:
-        ValueError: an unknown kind, or a gold number that is none.
+        ValueError: an unknown kind, or kind is number and gold is no number.
     """
-    read = answers(text, kind, choices)
+    extracted = answers(text, kind, choices)
     return {
-        "acc": int(is_correct(read["published"], gold, kind)),
-        "acc_strict": int(is_correct(read["strict"], gold, kind)),
+        "acc": int(is_correct(extracted["published"], gold, kind)),
+        "acc_strict": int(is_correct(extracted["strict"], gold, kind)),
     }
 
 
@@ -258,8 +258,10 @@ def score(
 
 
 class _Number(NamedTuple):
+    """A number in a text, at text[start:end]."""
+
     value: float
-    firm: bool  # False for 3rd, 5x, GPT-4: taken only where the text has nothing better
+    firm: bool  # False for 3rd, 5x, GPT-4: taken only if the text has no other number
     start: int
     end: int
 
@@ -275,7 +277,7 @@ def _prepare(text: str) -> str:
 
 
 def _explicit_answers(text: str) -> Iterator[tuple[str, int]]:
-    """Every sentence that announces an answer, last first: the sentence from the announcement on, and where that ends.
+    """The sentences that announce an answer, last first: (sentence from the announcement on, end of the announcement).
 
     "The answer is not …" is left out.
     """
@@ -287,8 +289,8 @@ def _explicit_answers(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _numbers(text: str) -> list[_Number]:
-    """Every number of `text`, in order; those that are infinite or divide by zero are left out."""
-    found = []
+    """The numbers in `text`, in order, without infinite ones and divisions by zero."""
+    numbers = []
     for match in _NUMBER.finditer(text):
         value, start = _magnitude(match), match.start()
         before = text[max(0, start - 8) : start]
@@ -302,8 +304,8 @@ def _numbers(text: str) -> list[_Number]:
         if math.isfinite(value):
             weak = (glued and minus == "-") or _ORDINAL_OR_FACTOR.match(text, match.end())
             start += 0 if negative else len(minus)
-            found.append(_Number(-value if negative else value, not weak, start, match.end()))
-    return found
+            numbers.append(_Number(-value if negative else value, not weak, start, match.end()))
+    return numbers
 
 
 def _magnitude(match: re.Match[str]) -> float:
@@ -328,7 +330,7 @@ def _magnitude(match: re.Match[str]) -> float:
 
 
 def _stated_numbers(answer: str) -> list[float]:
-    """The numbers that a sentence gives as its answer: none, one, or those of a list, a range or an unworked sum."""
+    """The numbers that a sentence states as its answer: none, one, or those of a list, a range or an unworked sum."""
     claim = _REASON.split(answer, maxsplit=1)[0]
     for part in (_EQUALS.split(_ASIDE.sub(" ", claim))[-1], _EQUALS.split(claim)[-1], answer):
         numbers = _numbers(part)
@@ -346,12 +348,13 @@ def _stated_numbers(answer: str) -> list[float]:
 
 
 def _named_letter(text: str) -> str | None:
+    """The option that a prepared text names, in upper case; None if it names none, or several."""
     for answer, start in _explicit_answers(text):
         match = _BARE_LETTER.match(answer, start) or _CLEAR_LETTER.search(answer)
         if match:
             return None if _OTHER_LETTER.match(answer, match.end()) else _letter(match)
     if len({match[1].upper() for match in _OPTION_LINE.finditer(text)}) > 1:
-        text = _OPTION_LINE.sub("", text)  # the options, restated
+        text = _OPTION_LINE.sub("", text)  # the model repeats the options
     for sentence in reversed(_CONCLUSION.split(text)):
         lone = _LONE_LETTER.fullmatch(sentence.strip())
         letters = {_letter(match) for match in ([lone] if lone else _CLEAR_LETTER.finditer(sentence))}

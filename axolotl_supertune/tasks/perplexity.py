@@ -1,4 +1,4 @@
-"""Perplexity of the gold target (paper, section 4.1): prompt masked, end of text included, weighted by tokens.
+"""Perplexity of correct worked answers (paper, section 4.1): prompt masked, end of text included, token-weighted.
 
 A record's `output` is a model's reasoning and often wrong: only records whose own answer is right by the published rule
 count, the first 120 of each benchmark.
@@ -34,7 +34,7 @@ def gold_records(benchmark: str, data_dir: str | None = None) -> list[dict[str, 
 def load_perplexity(
     supertune_data_dir: str | None = None, tokenizer: str | None = None, pretrained: str | None = None, **_: Any
 ) -> dict[str, Dataset]:
-    """All benchmarks' gold targets, each with its number of tokens.
+    """Documents of the perplexity task: the gold targets of all benchmarks, with their numbers of tokens.
 
     Args:
         supertune_data_dir: folder of the six files, from `--metadata`.
@@ -72,10 +72,14 @@ def load_perplexity(
 
 
 def score_perplexity(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, tuple[float, int]]:
-    """(log-likelihood, tokens) of one target, under the pooled key and the benchmark's own."""
-    (whole, _), (whitespace, _) = results[:2]
-    scored = (whole - whitespace, doc["tokens"])
-    return {"ppl": scored, f"ppl_{BENCHMARKS[doc['benchmark']].suffix}": scored}
+    """(log-likelihood in nats, tokens) of one target, under the pooled key and the benchmark's own.
+
+    Args:
+        results: (log-likelihood, is greedy) of the document's two choices.
+    """
+    (with_target, _), (whitespace, _) = results[:2]
+    target = (with_target - whitespace, doc["tokens"])
+    return {"ppl": target, f"ppl_{BENCHMARKS[doc['benchmark']].suffix}": target}
 
 
 def pooled_perplexity(items: Sequence[tuple[float, int]]) -> float:

@@ -1,4 +1,4 @@
-"""The one prompt of the training examples and the benchmarks: the Alpaca template without an input."""
+"""The prompt of training and evaluation: the Alpaca template without an input."""
 
 ALPACA_NO_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -7,5 +7,5 @@ ALPACA_NO_INPUT = (
 
 
 def alpaca_prompt(instruction: str) -> str:
-    """The text that precedes the response, its last newline included."""
+    """The text before the response, up to and with its last newline."""
     return ALPACA_NO_INPUT.format(instruction=instruction)

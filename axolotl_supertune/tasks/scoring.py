@@ -1,4 +1,4 @@
-"""From benchmark records to the harness and back: documents, prompts, extracted answers, metrics."""
+"""What the task YAMLs call: documents of a benchmark, their prompts, the answers in model output, and the metrics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from datasets import Dataset
 
 from .benchmarks import BENCHMARKS, load_benchmark
-from .contamination.contamination import clean_indices, load_report
+from .contamination import clean_indices, load_report
 from .extraction import answers, is_correct
 from .prompt import alpaca_prompt
 
@@ -19,7 +19,8 @@ def load(
     Args:
         benchmark: its name, from the task's YAML.
         supertune_data_dir: folder of the six files, from `--metadata`.
-        supertune_contamination: path of a contamination report, from `--metadata`; its untouched items get `clean` 1.
+        supertune_contamination: path of a contamination report, from `--metadata`; `clean` is 1 for items that it does
+            not list as exact or near matches.
 
     Returns:
         {"test": documents with instruction, answer, kind, and clean (1, 0, or -1 without a report)}.
@@ -47,14 +48,14 @@ def prompt(doc: dict[str, Any]) -> str:
 
 
 def extract(resps: Sequence[Sequence[str]], docs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """A filter: each response → the answers that the two rules read from it, so that logged samples show them."""
+    """A filter of the harness: response → the answers that both rules read from it, which logged samples then show."""
     return [[answers(text, doc["kind"]) for text in texts] for texts, doc in zip(resps, docs, strict=True)]
 
 
 def score(doc: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of one document: `acc` by the published rule, `acc_strict`, and both again if the item is clean."""
-    read = results[0]
-    correct = {rule: float(is_correct(read[rule], doc["answer"], doc["kind"])) for rule in ("published", "strict")}
+    """Metrics of one document, 0 or 1: `acc` by the published rule, `acc_strict`, and both again if it is clean."""
+    extracted = results[0]
+    correct = {rule: float(is_correct(extracted[rule], doc["answer"], doc["kind"])) for rule in ("published", "strict")}
     metrics = {"acc": correct["published"], "acc_strict": correct["strict"]}
     if doc["clean"] >= 0:
         metrics["n_clean"] = float(doc["clean"])

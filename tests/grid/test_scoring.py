@@ -17,7 +17,7 @@ from axolotl_supertune.grid.config import Score
 from axolotl_supertune.grid.records import RunKey, read_scores
 from axolotl_supertune.grid.sweep.scoring import Request, score_model
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS
-from axolotl_supertune.tasks.contamination.contamination import contamination_report, write_report
+from axolotl_supertune.tasks.contamination import contamination_report, write_report
 from axolotl_supertune.tasks.evaluation import model_arguments
 from axolotl_supertune.tasks.perplexity import gold_records
 from axolotl_supertune.tasks.prompt import alpaca_prompt

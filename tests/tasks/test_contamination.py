@@ -16,15 +16,14 @@ from places import DATA, GSM8K, MATH
 
 from axolotl_supertune.commands.contamination import contamination
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS, load_benchmark
-from axolotl_supertune.tasks.contamination import contamination as module
-from axolotl_supertune.tasks.contamination.contamination import (
+from axolotl_supertune.tasks.contamination import (
     clean_indices,
     contamination_report,
     load_report,
     read_training,
-    words,
     write_report,
 )
+from axolotl_supertune.tasks.contamination.comparison import question_of, words
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +86,7 @@ def test_words(text, expected):
 def test_every_question_has_enough_words():
     for name, benchmark in BENCHMARKS.items():
         for index, record in enumerate(load_benchmark(name)):
-            assert len(module._question(benchmark, index, record["instruction"]).words) >= 8
+            assert len(question_of(benchmark, index, record["instruction"]).words) >= 8
 
 
 def test_case_space_and_punctuation_do_not_hide_a_question(tmp_path):
@@ -215,7 +214,7 @@ def test_the_report(tmp_path):
     [
         (lambda report: report.pop("format"), r"is not a contamination report: it does not say format"),
         (lambda report: report.update(format="other"), r"it does not say format: supertune_contamination"),
-        (lambda report: report.update(version=2), r"of version 2, not 1: make it anew"),
+        (lambda report: report.update(version=2), r"of version 2, not 1: make it again"),
         (lambda report: report.update(benchmarks=None), r"is damaged: it has no benchmarks"),
         (lambda report: report.update(benchmarks={"mathqa": {}}), r"mathqa is not a benchmark"),
         (lambda report: report["benchmarks"]["AddSub"].update(sha256="0" * 64), r"another AddSub test .*sha256 0000"),
@@ -283,6 +282,11 @@ def test_formats(tmp_path, name, write):
     assert training.identity == {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     assert [record.question for record in training.records] == [row["question"] for row in ROWS]
     assert [record.texts for record in training.records] == [tuple(row.values()) for row in ROWS]
+
+
+def test_a_text_that_looks_like_a_date_stays_a_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "2024-01-31"}\n')
+    assert read_training(tmp_path / "a.jsonl").records[0].texts == ("2024-01-31",)
 
 
 def test_a_dataset_that_the_hub_s_library_reads(tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def evaluate(tasks, base, **more):
 @pytest.mark.slow
 def test_the_group_is_the_unweighted_mean_of_six(tiny_base, tmp_path):
     report = tmp_path / "report.json"
-    from axolotl_supertune.tasks.contamination.contamination import contamination_report, write_report
+    from axolotl_supertune.tasks.contamination import contamination_report, write_report
 
     training = tmp_path / "train.jsonl"
     first = load("AddSub")["test"][0]["instruction"]
