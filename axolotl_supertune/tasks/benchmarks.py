@@ -79,8 +79,8 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 _REMEDY = (
-    f"Without a network, put the six files ({', '.join(known.file for known in BENCHMARKS.values())}) of {REPOSITORY} at "
-    f"commit {COMMIT[:12]} in a folder and name it: {DATA_DIR_VARIABLE}=DIR, or "
+    f"Without a network, put the six files ({', '.join(known.file for known in BENCHMARKS.values())}) of {REPOSITORY} "
+    f"at commit {COMMIT[:12]} in a folder and name it: {DATA_DIR_VARIABLE}=DIR, or "
     f'--metadata \'{{"{DATA_DIR_KEY}": "DIR"}}\'.'
 )
 

@@ -1,17 +1,23 @@
-"""Inspection of an adapter: what is in it, where its support lies, and how far it moved."""
+"""Inspection of a saved adapter: what each layer holds, where its support lies, and how far its weights moved."""
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
+import torch
+from torch import Tensor
+
+from .checkpoint import read_adapter
+from .config import SupraConfig
+from .saved_adapter import adapted_layers, base_name, read_config
+
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import Tensor
 
-    from . import SupraConfig
-
-# Cells along the longer side of a matrix in the picture.
-_CELLS = 64
+_CELLS = 64  # of the picture, along a side of a matrix
 _KNOBS = (
     "r0",
     "sparse_density",
@@ -23,6 +29,7 @@ _KNOBS = (
     "lora_alpha",
     "values_dtype",
 )
+_KNOBS_OF_A_SUM = ("lora_alpha", "values_dtype")
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,12 @@ class LayerReport:
     """One adapted layer.
 
     Attributes:
-        layer, rows, columns: its name in the base model, and its shape (c, b).
-        rank, entries, density, parameters: what was trained; density is entries / (c·b).
-        rows_touched, columns_touched: that hold an entry at least.
-        moved_rms, moved_max: of U, over its entries.
-        low_rank_norm: ‖γ·L·R‖ (Frobenius), beside `sparse_norm`, ‖U‖.
+        layer: its name in the base model.
+        rows, columns: its shape, (out_features, in_features).
+        rank, entries, density, parameters: what was trained; density is entries / (rows·columns).
+        rows_touched, columns_touched: how many hold at least one entry.
+        moved_rms, moved_max: root mean square and largest |U|, over the entries.
+        sparse_norm, low_rank_norm: Frobenius norms ‖U‖ and ‖γ·L·R‖.
     """
 
     layer: str
@@ -51,6 +59,17 @@ class LayerReport:
     sparse_norm: float
     low_rank_norm: float
 
+    @property
+    def kind(self) -> str:
+        """The last part of its name, such as q_proj."""
+        return self.layer.rpartition(".")[2]
+
+    @property
+    def block(self) -> int:
+        """The number of its block: the first number in its name, or 0."""
+        number = re.search(r"\d+", self.layer)
+        return int(number[0]) if number else 0
+
 
 @dataclass(frozen=True)
 class AdapterReport:
@@ -59,12 +78,12 @@ class AdapterReport:
     Attributes:
         config: its PEFT config.
         tensors: as `read_adapter` gives them.
-        layers: one report a layer, in the model's order.
+        layers: one report per layer, in the model's order.
         size: of adapter_model.safetensors, in bytes.
     """
 
-    config: "SupraConfig"
-    tensors: "dict[str, Tensor]"
+    config: SupraConfig
+    tensors: Mapping[str, Tensor]
     layers: list[LayerReport]
     size: int
 
@@ -78,7 +97,7 @@ class AdapterReport:
         config = self.config
         knobs: dict[str, Any] = {name: getattr(config, name) for name in _KNOBS}
         if config.combination is not None:  # the summed adapters had knobs of their own
-            knobs |= dict.fromkeys(_KNOBS[:-2])
+            knobs |= {name: None for name in _KNOBS if name not in _KNOBS_OF_A_SUM}
             knobs["combination"] = {key: value for key, value in config.combination.items() if key != "layers"}
         return {
             "base_model": config.base_model_name_or_path,
@@ -95,123 +114,111 @@ def read_report(folder: Path) -> AdapterReport:
     """Read and measure the adapter in a folder; no base model is needed.
 
     Raises:
-        ValueError: no Supra adapter is there, or its file is damaged.
+        ValueError: there is no Supra adapter, or its file is damaged.
         OSError: a file cannot be read.
     """
-    from . import read_adapter
-    from .checkpoint import read_config
-
     config = read_config(folder)
     tensors = read_adapter(folder)
     size = (folder / "adapter_model.safetensors").stat().st_size
     return AdapterReport(config, tensors, layer_reports(tensors, config.lora_alpha), size)
 
 
-def layer_reports(tensors: "dict[str, Tensor]", lora_alpha: float) -> list[LayerReport]:
+def layer_reports(tensors: Mapping[str, Tensor], lora_alpha: float) -> list[LayerReport]:
     """One report per adapted layer, in the model's order.
 
     Args:
         tensors: as `read_adapter` gives them.
         lora_alpha: α; γ = α/r.
     """
-    import torch
-
-    from .export import adapted
-
-    reports = []
-    for layer in adapted(tensors):
-        part = {name: tensors.get(f"{layer}.supra_{name}") for name in ("indices", "values", "L", "R")}
-        rows, columns = tensors[f"{layer}.supra_shape"].tolist()
-        indices, values, L, R = (part[name] for name in ("indices", "values", "L", "R"))
-        where = torch.empty(0, dtype=torch.int64) if indices is None else indices.long()
-        U = torch.empty(0) if values is None else values
-        rank = 0 if R is None else len(R)
-        # ‖L·R‖² is the sum of the entries of (LᵀL)⊙(RRᵀ): nothing of the layer's size is made.
-        square = 0.0 if L is None or R is None else float(((L.T @ L).double() * (R @ R.T).double()).sum())
-        reports.append(
-            LayerReport(
-                layer=layer.removeprefix("base_model.model."),
-                rows=rows,
-                columns=columns,
-                rank=rank,
-                entries=len(where),
-                density=len(where) / (rows * columns),
-                parameters=len(where) + rank * (rows + columns),
-                rows_touched=len((where // columns).unique()),
-                columns_touched=len((where % columns).unique()),
-                moved_rms=float(U.square().mean().sqrt()) if len(U) else 0.0,
-                moved_max=float(U.abs().max()) if len(U) else 0.0,
-                sparse_norm=float(U.norm()),
-                low_rank_norm=lora_alpha / rank * max(square, 0.0) ** 0.5 if rank else 0.0,
-            )
-        )
-    return reports
+    return [_layer_report(tensors, layer, lora_alpha) for layer in adapted_layers(tensors)]
 
 
-def report_table(reports: list[LayerReport], title: str) -> "Table":
-    """The reports, and their totals."""
+def _layer_report(tensors: Mapping[str, Tensor], layer: str, lora_alpha: float) -> LayerReport:
+    """Measure one layer, by its name in the file."""
+    rows, columns = tensors[f"{layer}.supra_shape"].tolist()
+    indices = tensors.get(f"{layer}.supra_indices", torch.empty(0, dtype=torch.int64)).long()
+    U = tensors.get(f"{layer}.supra_values", torch.empty(0))
+    L, R = tensors.get(f"{layer}.supra_L"), tensors.get(f"{layer}.supra_R")
+    rank, low_rank_norm = 0, 0.0
+    if L is not None and R is not None:
+        rank = len(R)
+        # ‖L·R‖² is the sum of the entries of (LᵀL)⊙(RRᵀ), r × r: L·R, of the layer's size, is not computed.
+        square = float(((L.T @ L).double() * (R @ R.T).double()).sum())
+        low_rank_norm = lora_alpha / rank * max(square, 0.0) ** 0.5
+    return LayerReport(
+        layer=base_name(layer),
+        rows=rows,
+        columns=columns,
+        rank=rank,
+        entries=len(indices),
+        density=len(indices) / (rows * columns),
+        parameters=len(indices) + rank * (rows + columns),
+        rows_touched=len((indices // columns).unique()),
+        columns_touched=len((indices % columns).unique()),
+        moved_rms=float(U.square().mean().sqrt()) if len(U) else 0.0,
+        moved_max=float(U.abs().max()) if len(U) else 0.0,
+        sparse_norm=float(U.norm()),
+        low_rank_norm=low_rank_norm,
+    )
+
+
+def report_table(reports: Sequence[LayerReport], title: str) -> "Table":
+    """A table of layers, with totals."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for at, name in enumerate(
-        ("layer", "shape", "rank", "entries", "density", "rows", "columns", "U, rms", "U, max", "‖U‖", "γ‖LR‖")
-    ):
-        table.add_column(name, justify="right" if at > 1 else "left", overflow="fold")
-    for each in reports:
+    headings = ("layer", "shape", "rank", "entries", "density", "rows", "columns", "U, rms", "U, max", "‖U‖", "γ‖LR‖")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number > 1 else "left", overflow="fold")
+    for report in reports:
         table.add_row(
-            each.layer,
-            f"{each.rows} × {each.columns}",
-            str(each.rank),
-            f"{each.entries:,}",
-            f"{each.density:.3%}",
-            f"{each.rows_touched / each.rows:.0%}",
-            f"{each.columns_touched / each.columns:.0%}",
-            f"{each.moved_rms:.2e}",
-            f"{each.moved_max:.2e}",
-            f"{each.sparse_norm:.3g}",
-            f"{each.low_rank_norm:.3g}",
+            report.layer,
+            f"{report.rows} × {report.columns}",
+            str(report.rank),
+            f"{report.entries:,}",
+            f"{report.density:.3%}",
+            f"{report.rows_touched / report.rows:.0%}",
+            f"{report.columns_touched / report.columns:.0%}",
+            f"{report.moved_rms:.2e}",
+            f"{report.moved_max:.2e}",
+            f"{report.sparse_norm:.3g}",
+            f"{report.low_rank_norm:.3g}",
         )
     table.add_section()
-    entries, parameters = sum(each.entries for each in reports), sum(each.parameters for each in reports)
+    entries, parameters = sum(report.entries for report in reports), sum(report.parameters for report in reports)
     table.add_row(f"{len(reports)} layers", f"{parameters:,} parameters", "", f"{entries:,}", *[""] * 7)
     return table
 
 
-def draw(tensors: "dict[str, Tensor]", reports: list[LayerReport], path: Path) -> None:
-    """A PNG: how far each layer moved, by block and kind; and of each kind of layer, where in the matrix the support
-    lies and how far it moved there, over all blocks."""
-    import re
+def draw(tensors: Mapping[str, Tensor], reports: Sequence[LayerReport], path: Path) -> None:
+    """Draw a PNG of an adapter.
 
+    At the top, how far the weights of each layer moved, by block and kind of layer. Below, for each kind of layer over
+    all blocks, where in the matrix the support lies, and how far the weights moved there.
+    """
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    import numpy
 
-    kinds = list(dict.fromkeys(each.layer.rpartition(".")[2] for each in reports))
-    numbers = [re.findall(r"\d+", each.layer) for each in reports]
-    blocks = sorted({int(found[0]) if found else 0 for found in numbers})
-    moved = numpy.full((len(kinds), len(blocks)), numpy.nan)
-    for each, found in zip(reports, numbers, strict=True):
-        at = kinds.index(each.layer.rpartition(".")[2]), blocks.index(int(found[0]) if found else 0)
-        norm = (each.sparse_norm**2 + each.low_rank_norm**2) / (each.rows * each.columns)
-        moved[at] = numpy.nansum([moved[at], norm])
+    kinds = list(dict.fromkeys(report.kind for report in reports))
+    blocks = sorted({report.block for report in reports})
     figure, axes = plt.subplots(
         1 + len(kinds), 2, figsize=(9, 2.6 * (1 + len(kinds))), layout="constrained", squeeze=False
     )
     top = figure.add_subplot(axes[0, 0].get_gridspec()[0, :])
-    for each in axes[0]:
-        each.remove()
-    image = top.imshow(numpy.sqrt(moved), aspect="auto", interpolation="nearest")
+    for axis in axes[0]:
+        axis.remove()
+    image = top.imshow(_moved_by_layer(reports, kinds, blocks), aspect="auto", interpolation="nearest")
     top.set(title="change of a weight, root mean square over the layer", xlabel="block")
     top.set_xticks(range(len(blocks)), [str(block) for block in blocks], fontsize=6)
     top.set_yticks(range(len(kinds)), kinds)
     figure.colorbar(image, ax=top)
     for row, kind in enumerate(kinds, start=1):
-        counts, squares, shape = _where(tensors, [each for each in reports if each.layer.rpartition(".")[2] == kind])
-        panels = (counts, "support: share of the weights"), (squares, "sparse change, root mean square")
+        density, moved, (height, width) = support_map(tensors, [report for report in reports if report.kind == kind])
+        panels = (density, "support: share of the weights"), (moved, "sparse change, root mean square")
         for axis, (values, title) in zip(axes[row], panels, strict=True):
-            image = axis.imshow(values, aspect="auto", interpolation="nearest", extent=(0, shape[1], shape[0], 0))
+            image = axis.imshow(values, aspect="auto", interpolation="nearest", extent=(0, width, height, 0))
             axis.set_title(f"{kind}: {title}", fontsize=8)
             axis.tick_params(labelsize=6)
             figure.colorbar(image, ax=axis)
@@ -219,24 +226,40 @@ def draw(tensors: "dict[str, Tensor]", reports: list[LayerReport], path: Path) -
     plt.close(figure)
 
 
-def _where(tensors: "dict[str, Tensor]", reports: list[LayerReport]) -> tuple[Any, Any, tuple[int, int]]:
-    """Over layers of one kind, by cells of the matrix: density of the support, and rms of U spread over all weights."""
-    import torch
+def _moved_by_layer(reports: Sequence[LayerReport], kinds: Sequence[str], blocks: Sequence[int]) -> numpy.ndarray:
+    """Root mean square change of a weight, (kinds, blocks); NaN where there is no layer."""
+    squares = numpy.full((len(kinds), len(blocks)), numpy.nan)
+    for report in reports:
+        cell = kinds.index(report.kind), blocks.index(report.block)
+        square = (report.sparse_norm**2 + report.low_rank_norm**2) / (report.rows * report.columns)
+        squares[cell] = numpy.nansum([squares[cell], square])
+    return numpy.sqrt(squares)
 
-    rows, columns = max((each.rows, each.columns) for each in reports)
+
+def support_map(
+    tensors: Mapping[str, Tensor], reports: Sequence[LayerReport]
+) -> tuple[numpy.ndarray, numpy.ndarray, tuple[int, int]]:
+    """Where in the matrix the supports of layers of one kind lie, in at most 64 × 64 cells.
+
+    Returns:
+        For every cell the share of its weights that are in a support, and the root mean square of U over all its
+        weights; and the (rows, columns) of the largest layer.
+    """
+    rows, columns = max((report.rows, report.columns) for report in reports)
     down, across = min(_CELLS, rows), min(_CELLS, columns)
-    counts, squares = (torch.zeros(down * across, dtype=torch.float64) for _ in range(2))
-    weights = torch.zeros(down * across, dtype=torch.float64)
-    for each in reports:
-        cell_of_row = torch.arange(each.rows) * down // each.rows
-        cell_of_column = torch.arange(each.columns) * across // each.columns
+    cells = down * across
+    counts, squares, weights = (torch.zeros(cells, dtype=torch.float64) for _ in range(3))
+    names = {base_name(layer): layer for layer in adapted_layers(tensors)}
+    for report in reports:
+        cell_of_row = torch.arange(report.rows) * down // report.rows
+        cell_of_column = torch.arange(report.columns) * across // report.columns
         area = cell_of_row.bincount(minlength=down)[:, None] * cell_of_column.bincount(minlength=across)
         weights += area.flatten()
-        name = next(key for key in (f"base_model.model.{each.layer}", each.layer) if f"{key}.supra_shape" in tensors)
-        if each.entries:
-            where = tensors[f"{name}.supra_indices"].long()
-            cells = cell_of_row[where // each.columns] * across + cell_of_column[where % each.columns]
-            counts += cells.bincount(minlength=down * across)
-            squares += cells.bincount(tensors[f"{name}.supra_values"].double().square(), minlength=down * across)
-    shaped = [(each / weights).view(down, across) for each in (counts, squares)]
-    return shaped[0].numpy(), shaped[1].sqrt().numpy(), (rows, columns)
+        if report.entries:
+            name = names[report.layer]
+            indices = tensors[f"{name}.supra_indices"].long()
+            cell = cell_of_row[indices // report.columns] * across + cell_of_column[indices % report.columns]
+            counts += cell.bincount(minlength=cells)
+            squares += cell.bincount(tensors[f"{name}.supra_values"].double().square(), minlength=cells)
+    density, mean_square = ((total / weights).view(down, across) for total in (counts, squares))
+    return density.numpy(), mean_square.sqrt().numpy(), (rows, columns)

@@ -238,7 +238,7 @@ def test_an_output_that_no_folder_can_be_renamed_to_is_refused_before_all_work(m
     output = Path(".") if kind == "the current folder" else tmp_path / "link"
     if "link" in kind:
         output.symlink_to("empty" if "folder" in kind else "nowhere")
-    monkeypatch.setattr("axolotl_supertune.tuner.read_adapter", lambda folder: pytest.fail("work was done"))
+    monkeypatch.setattr("axolotl_supertune.tuner.export.read_adapter", lambda folder: pytest.fail("work was done"))
     with pytest.raises(FileExistsError, match=r"--output .* is (a link|the current folder).*; name a new folder"):
         export_adapter(adapter, "shira", output)
 

@@ -11,7 +11,7 @@ from peft import PeftModel, get_peft_model
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.commands.inspect import inspect
 from axolotl_supertune.tuner import SupraLayer, read_adapter
-from axolotl_supertune.tuner.inspection import _where, layer_reports
+from axolotl_supertune.tuner.inspection import layer_reports, support_map
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_where_the_support_lies():
         "base_model.model.lin.supra_indices": indices,
         "base_model.model.lin.supra_values": torch.full((65,), 2.0),
     }
-    counts, moved, shape = _where(tensors, layer_reports(tensors, 16))
+    counts, moved, shape = support_map(tensors, layer_reports(tensors, 16))
     assert shape == (128, 64)
     assert counts.shape == moved.shape == (64, 64)
     assert (counts[0] == 0.5).all()
