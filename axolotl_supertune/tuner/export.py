@@ -202,7 +202,8 @@ def as_shira(config: SupraConfig, tensors: Mapping[str, Tensor]) -> tuple[ShiraC
         if not count or count % (rows + columns) or ranks[name] != next(iter(ranks.values())):
             raise CannotExport(
                 f"{name} has {count:,} entries in a layer of {rows} × {columns}; SHiRA has r·({rows} + {columns}), "
-                "with one r for all layers, as the rank budget gives it (lora_r, without sparse_density): use --to merged."
+                "with one r for all layers, as the rank budget gives it (lora_r, without sparse_density): use --to "
+                "merged."
             )
         indices = tensors[f"{layer}.supra_indices"].long()
         converted[f"{layer}.shira_weight"] = tensors[f"{layer}.supra_values"]
