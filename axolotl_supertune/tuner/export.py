@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..method.atomic_files import staged, umask
-from .checkpoint import read_adapter
+from .checkpoint import read_adapter, read_config
 from .config import SupraConfig, exact_targets
 from .layer import SupraLayer
+from .layer_names import adapted_layers, base_name
 from .model_card import method_name, write_product_card
-from .saved_adapter import adapted_layers, base_name, read_config
 
 
 class CannotExport(ValueError):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .base_digest import compared
-from .checkpoint import read_adapter
+from .checkpoint import read_adapter, read_config
 from .config import SupraConfig
-from .saved_adapter import adapted_layers, base_name, read_config
+from .layer_names import adapted_layers, base_name
 
 if TYPE_CHECKING:
     from rich.table import Table
