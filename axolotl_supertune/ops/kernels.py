@@ -4,7 +4,7 @@
 |---|---|---|
 | `Transpose` | xᵀ, padded to whole blocks of tokens | `transpose` |
 | `SampledProducts` | dU: entries of dyᵀ·x on supports | `sampled_product` |
-| `Narrow`, `NarrowEach` | products down to rank r: γ·dropout(x)·Rᵀ and dy·L | `narrow`, `narrow_each` |
+| `Narrow`, `NarrowEach` | products down to rank r: dropout(x)·Rᵀ and γ·dy·L | `narrow`, `narrow_each` |
 | `Widen` | products up from rank r | `widen` |
 | `ThinGradients` | dL, dR and the low-rank part of dx | `outer`, `outer_each`, `reduce` |
 | `Swiglu` | silu(gate)·up and its gradients | `swiglu`, `swiglu_backward` |

@@ -1,4 +1,4 @@
-"""The bench on a CPU: every method's row, the files it leaves, what it refuses, and the paper's layer against ours."""
+"""The benchmark on a CPU: rows, files, refusals, and the paper's layer against `sparse_linear`."""
 
 import json
 from dataclasses import replace

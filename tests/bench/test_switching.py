@@ -1,4 +1,4 @@
-"""The script that measures switching on a GPU, on a tiny model on the CPU: every method switches, swaps and returns."""
+"""tests/gpu/measure_switching.py runs on a tiny model on the CPU: every method switches, hot-swaps and restores."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A support in few input features: only those are kept for backward, and the gradients are those of all."""
+"""Groups whose supports touch few input features save only those for backward; gradients are unchanged."""
 
 import pytest
 import torch

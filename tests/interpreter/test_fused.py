@@ -1,4 +1,4 @@
-"""`ops.fused` and `ops.inplace` against `sparse_linear` and plain autograd in float64."""
+"""`ops.fused` and `ops.inplace_weight` against `sparse_linear` and plain autograd in float64."""
 
 import pytest
 

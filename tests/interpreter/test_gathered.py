@@ -1,5 +1,4 @@
-"""Layers whose weights FSDP2 gathers, on one process: the kernels compute in the gathered copies and leave them as they
-were."""
+"""Layers whose weights FSDP2 gathers, in one process: kernels compute in the gathered copies and restore them."""
 
 import pytest
 

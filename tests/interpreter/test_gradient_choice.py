@@ -1,4 +1,4 @@
-"""A support chosen by gradient where kernels compute the layers: that of the reference path, and trained afterwards."""
+"""Supports chosen by gradient on layers that the kernels compute equal those of the reference, and train."""
 
 import os
 

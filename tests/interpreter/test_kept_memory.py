@@ -1,4 +1,4 @@
-"""What the kernels keep for backward is what the estimate of memory says."""
+"""The bytes that the kernels save for backward are those of the memory estimate."""
 
 import pytest
 import torch

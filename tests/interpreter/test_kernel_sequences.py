@@ -1,4 +1,4 @@
-"""Random sequences of adapter operations on the Triton kernels, which keep W + M⊙U in the base weights themselves."""
+"""Random sequences of adapter operations on the Triton kernels, which write U into the base weights."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A whole model on the fast path against the reference path: outputs, gradients, and the base's own bits."""
+"""A whole model on the fast path against the reference: outputs, gradients, and unchanged base weights."""
 
 import copy
 import io

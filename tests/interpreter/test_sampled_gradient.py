@@ -1,4 +1,4 @@
-"""The sampled products on their own: dU of a layer that keeps no weight, under Triton's interpreter."""
+"""`SampledGradient`: dU by sampled products for layers whose weight is recomputed."""
 
 import pytest
 

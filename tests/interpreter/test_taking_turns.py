@@ -1,5 +1,4 @@
-"""Switching between adapters whose values are written into the base weights: all at once, and never where they do not
-belong."""
+"""Switching between adapters that are written into the base weights: in one launch, and never into other layers."""
 
 import gc
 import weakref

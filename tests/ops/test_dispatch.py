@@ -1,4 +1,4 @@
-"""Which implementation computes a layer, on a machine without a GPU."""
+"""The choice between the Triton kernels and the reference, on a machine without a GPU."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""A layer whose weight is made anew in forward and in backward, against plain autograd on that weight."""
+"""`recomputed_weight_linear` against autograd on the dense effective weight, and against the reference."""
 
 import gc
 import weakref

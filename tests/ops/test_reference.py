@@ -1,3 +1,5 @@
+"""`sparse_linear` and merged weights against autograd on the dense effective weight."""
+
 import gc
 
 import pytest

@@ -109,7 +109,7 @@ def small(
         for module in model.modules():
             if isinstance(module, SupraLayer):
                 # As fully_shard marks a layer whose weight it gathers; here the weight is always there.
-                module.base_layer._is_fsdp_managed_module = layers == "transient"
+                module.base_layer._is_fsdp_managed_module = layers == "recomputed"
     elif method == "lora":
         # On a CPU dropout keeps its mask in fp32, on a GPU a byte each: none, then.
         model = get_peft_model(model, LoraConfig(r=8, **common))
@@ -140,7 +140,7 @@ def small(
     [
         ("supra", torch.float32, "reference"),
         ("supra", torch.bfloat16, "reference"),
-        ("supra", torch.bfloat16, "transient"),
+        ("supra", torch.bfloat16, "recomputed"),
         ("lora", torch.bfloat16, "reference"),  # in fp32 an input is no copy for every layer, and no plan asks
         ("full", torch.float32, "reference"),
         ("full", torch.bfloat16, "reference"),
@@ -178,9 +178,9 @@ def test_other_decoders_keep_what_is_estimated(kind):
         {"method": "supra", "supra_lambda": 0},
         {"method": "supra", "checkpointing": True},
         {"method": "supra", "masked": True},
-        {"method": "supra", "layers": "transient"},
-        {"method": "supra", "layers": "transient", "supra_lambda": 0},
-        {"method": "supra", "layers": "transient", "checkpointing": True},
+        {"method": "supra", "layers": "recomputed"},
+        {"method": "supra", "layers": "recomputed", "supra_lambda": 0},
+        {"method": "supra", "layers": "recomputed", "checkpointing": True},
         {"method": "full"},
         {"method": "full", "vocabulary": 8192, "dtype": torch.bfloat16},
     ],
@@ -296,7 +296,7 @@ def test_what_saves_memory_saves_it(llama_8b):
     assert attentions == sorted(attentions)
     assert of(thin_norms=True).training < plain < of(mlp="other").training
     assert of(layers="reference").training > plain
-    assert of(layers="transient").training > plain  # there is no fused MLP
+    assert of(layers="recomputed").training > plain  # there is no fused MLP
     assert 0.98 * plain < of(layers="gathered").training < plain  # W's own bits on the supports are not kept
     assert of(optimizer="adamw_8bit").training < of(optimizer="adamw_torch").training
     assert of(accumulation=4).training == plain + 4 * sum(row.total for row in rows)

@@ -392,7 +392,7 @@ def test_the_step_of_a_config(large, monkeypatch):
     assert (step.rows, step.length, step.attention) == (1, 1024, "flash")
     assert planned_step(large(LLAMA_70B, gradient_checkpointing=True)).checkpointing == "blocks"
     step = planned_step(large(LLAMA_70B, load_in_4bit=True))
-    assert (step.base, step.layers) == ("nf4-double", "transient")  # refused or not
+    assert (step.base, step.layers) == ("nf4-double", "recomputed")  # refused or not
     sharded = plan.make(large(LLAMA_70B, fsdp_version=2, fsdp_config={"reshard_after_forward": True}), gpus=8)
     assert (sharded.job.step.base, sharded.job.step.layers) == ("plain", "gathered")
     with monkeypatch.context() as patch:

@@ -152,7 +152,7 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
         loss = "chunked"
     elif cfg.get("liger_cross_entropy"):
         loss = "liger"
-    layers: Layers = "kernels" if base == "plain" else "transient"
+    layers: Layers = "kernels" if base == "plain" else "recomputed"
     if requested() == "reference":
         layers = "reference"
         notes.append("the adapted layers are computed by the reference, not by the Triton kernels")

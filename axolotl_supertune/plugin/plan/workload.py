@@ -7,7 +7,7 @@ from ...engines.engine import Engine
 
 Method = Literal["supra", "lora", "full"]
 Base = Literal["plain", "int8", "nf4", "nf4-double"]
-Layers = Literal["kernels", "gathered", "transient", "reference"]
+Layers = Literal["kernels", "gathered", "recomputed", "reference"]
 Attention = Literal["flash", "repeated", "masked", "eager"]
 Checkpointing = Literal["none", "blocks", "offloaded"]
 Mlp = Literal["plain", "liger", "other"]
@@ -63,7 +63,7 @@ class Step:
         base: how the linear layers' weights lie in memory.
         layers: what computes the adapted ones: the `kernels`, in weights that stay or in those that are `gathered`
             whenever they are used; the `reference` in plain PyTorch; or for weights that are dequantized whenever they
-            are used (`transient`) plain PyTorch with the kernels' sampled products.
+            are used (`recomputed`) plain PyTorch with the kernels' sampled products.
         mlp: `plain` is down(silu(gate(x))·up(x)) in so many words, which the kernels compute as one; `liger` is
             Liger's, which keeps no silu(gate); `other` is eager code of another form.
         dropout: whether the low-rank part drops out.
