@@ -32,12 +32,13 @@ from axolotl_supertune.grid.records import (
     read_runs,
     read_scores,
 )
-from axolotl_supertune.grid.report.comparisons import METRICS, accuracies
-from axolotl_supertune.grid.report.figures.figures import figures
-from axolotl_supertune.grid.report.findings import find
+from axolotl_supertune.grid.report.analysis import analyze
+from axolotl_supertune.grid.report.figures.figures import make_figures
+from axolotl_supertune.grid.report.metrics import METRICS, accuracies
 from axolotl_supertune.grid.report.report import FIGURES, TABLES
 from axolotl_supertune.grid.report.statistics import Interval, holm
-from axolotl_supertune.grid.report.tables import latex, tables
+from axolotl_supertune.grid.report.table_formats import latex
+from axolotl_supertune.grid.report.tables import make_tables
 from axolotl_supertune.grid.sweep.state import SweepState
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -56,7 +57,7 @@ def run_report(*arguments):
 
 
 def notes(*arguments):
-    found = find(*arguments, resamples=200)
+    found = analyze(*arguments, resamples=200)
     return "\n".join(found.notes)
 
 
@@ -94,7 +95,7 @@ def undrawn(monkeypatch):
 
 
 def tables_of(runs_dir, **settings):
-    return {table.name: table for table in tables(find(runs_dir, **{"resamples": 200, **settings}))}
+    return {table.name: table for table in make_tables(analyze(runs_dir, **{"resamples": 200, **settings}))}
 
 
 def test_the_whole_report(reported):
@@ -138,13 +139,13 @@ def test_test_scores_have_no_say_in_the_rate(save):
     """Every scores.json is replaced by its opposite, and scores appear at the other rates: the choice stays."""
     records, base = grid()
     runs_dir = save(*records, base=base)
-    before = find(runs_dir, resamples=100)
+    before = analyze(runs_dir, resamples=100)
     for run, _ in records:
         if run.status == "done":
             make_scores(run.key, 0.99 if run.key.learning_rate != 5e-4 else 0.01).write(
                 runs_dir / run.key.folder / SCORES_FILE
             )
-    after = find(runs_dir, resamples=100)
+    after = analyze(runs_dir, resamples=100)
     assert after.choices == before.choices
     assert [result.choice for result in after.results] == [result.choice for result in before.results]
     assert after.comparisons != before.comparisons
@@ -172,7 +173,7 @@ def test_the_report_is_of_the_grid_and_chooses_as_the_sweep_does(stage, write_gr
         assert stage.sweep(write_grid(**{**usual, **keys}))
     present = SweepState(stage.folder / "grid.yml")
     present.read()
-    found = find(Path("runs"), resamples=100)
+    found = analyze(Path("runs"), resamples=100)
     assert found.choices == present.choices()
     reported = {run.key for result in found.results for run in result.runs.values()}
     assert reported == set(present.best())
@@ -187,7 +188,7 @@ def test_without_a_grid_every_run_counts(stage, write_grid):
     for rates in ([1e-4], [1e-3]):
         assert stage.sweep(write_grid(learning_rates=rates))
     (grid_file := Path("runs") / "grid.json").unlink()
-    assert find(Path("runs"), resamples=100).choices["lora", 1].tried == (1e-4, 1e-3)
+    assert analyze(Path("runs"), resamples=100).choices["lora", 1].tried == (1e-4, 1e-3)
     grid_file.write_text('{"format": 1}')
     assert "grid.json is no grid of a sweep" in run_report("runs").output
 
@@ -254,7 +255,7 @@ def test_the_numbers_by_hand(save):
     assert found["lora", "AddSub", "all"] == (4, 0.5)
     assert found["lora", "AddSub", "clean"] == (3, pytest.approx(1 / 3))
     assert list(dict.fromkeys(row["benchmark"] for row in records)) == ["AddSub", "AQuA", "mean"]
-    assert "AddSub (4 / 3)" in made["accuracy_published"].headings
+    assert "AddSub (4 / 3)" in made["accuracy_published"].cells
 
 
 def test_the_seeds_behind_scores_are_counted(save):
@@ -270,13 +271,13 @@ def test_the_seeds_behind_scores_are_counted(save):
         found = {row["method"]: row["scored_seeds"] for row in table.records}
         assert found == {method: counts[method] for method in found}, name
         assert set(found) >= {"base", "lora", "super"}
-        at = table.headings.index("seeds scored")
-        assert {row[0].split()[0]: row[at] for row in table.rows} == {
+        at = list(table.cells).index("seeds scored")
+        assert {row[0].split()[0]: row[at] for row in table.cells.values} == {
             method: "–" if count is None else str(count) for method, count in counts.items()
         }
     for path in runs_dir.rglob(SCORES_FILE):
         path.unlink()
-    assert "seeds scored" not in tables_of(runs_dir)["summary"].headings
+    assert "seeds scored" not in tables_of(runs_dir)["summary"].cells
 
 
 def test_validation_nlls_are_compared_on_the_seeds_that_both_have(save):
@@ -301,11 +302,11 @@ def test_validation_nlls_are_compared_on_the_seeds_that_both_have(save):
 
 
 def test_better_is_said_only_where_the_interval_says_so(small):
-    found = find(small)
+    found = analyze(small)
     for each in found.comparisons:
         excludes = each.interval.low > 0 or each.interval.high < 0
         assert (each.verdict in ("better", "worse")) == excludes
-    said = {(each.metric.name, each.result.method): each.said for each in found.comparisons}
+    said = {(each.metric.name, each.result.method): each.verdict_text for each in found.comparisons}
     assert said["accuracy", "supra-0.8"] == "better"
     assert said["accuracy", "full"] == "worse (one seed)"
     assert said["gold_nll", "supra-0.8"] == "no difference seen"
@@ -319,20 +320,20 @@ def test_all_are_compared_with_no_training(save):
     runs = [make_run(method, 1e-4, seed) for method, each in shares.items() for seed in range(len(each))]
     scored = [make_scores(run.key, shares[run.key.method][run.key.seed], level=1.2) for run in runs]
     runs_dir = save(*zip(runs, scored, strict=True))
-    alone = find(runs_dir)
+    alone = analyze(runs_dir)
     assert alone.against_base == []
     assert "differences_to_base" not in tables_of(runs_dir)
     base = make_scores(None, 0.12, level=1.0)
     base.write(runs_dir / "base" / SCORES_FILE)
-    found = find(runs_dir)
+    found = analyze(runs_dir)
     assert found.comparisons == alone.comparisons
     compared = {(each.metric.name, each.result.method): each for each in found.against_base}
     assert set(compared) == {(metric.name, method) for metric in METRICS for method in shares}
     for metric in METRICS:
         of = [each for each in found.against_base if each.metric is metric]
         assert [each.holm for each in of] == holm([each.interval.p for each in of])
-    assert compared["accuracy", "super"].said == "better"
-    assert compared["accuracy", "supra"].said == "better (one seed)"
+    assert compared["accuracy", "super"].verdict_text == "better"
+    assert compared["accuracy", "supra"].verdict_text == "better (one seed)"
     theirs = accuracies([base])["mean"][0]
     ours = accuracies([each for each in scored if each.key.method == "super"])["mean"]
     by_seed = compared["accuracy", "super"].by_seed
@@ -365,7 +366,7 @@ def test_a_verdict_that_one_seed_contradicts_says_so(save):
     runs = [make_run(method, 1e-4, seed) for method in ("lora", "supra") for seed in (0, 1)]
     shares = {("supra", 0): 0.99, ("supra", 1): 0.02}
     runs_dir = save(*((run, make_scores(run.key, shares.get((run.key.method, run.key.seed), 0.15))) for run in runs))
-    said = [each.said for each in find(runs_dir).comparisons if each.metric.name == "accuracy"]
+    said = [each.verdict_text for each in analyze(runs_dir).comparisons if each.metric.name == "accuracy"]
     assert said == ["better (not in every seed)"]
 
 
@@ -375,12 +376,12 @@ def test_a_verdict_on_several_seeds_of_lora_that_the_common_one_contradicts_says
     shares = {("lora", 0): 0.9, ("lora", 1): 0.02, ("lora", 2): 0.02, ("supra", 0): 0.8}
     runs = [make_run(method, 1e-4, seed) for method, seed in keys]
     runs_dir = save(*((run, make_scores(run.key, shares[run.key.method, run.key.seed])) for run in runs))
-    [said] = [each.said for each in find(runs_dir).comparisons if each.metric.name == "accuracy"]
+    [said] = [each.verdict_text for each in analyze(runs_dir).comparisons if each.metric.name == "accuracy"]
     assert said == "better (one seed, not in every seed)"
 
 
 def test_a_verdict_that_does_not_survive_the_number_of_comparisons_says_so(small):
-    each = find(small, resamples=1000).comparisons[0]
+    each = analyze(small, resamples=1000).comparisons[0]
     assert each.doubts == ["one seed"]
     assert replace(each, holm=0.051).doubts == ["not after Holm", "one seed"]
     assert replace(each, holm=0.051, interval=Interval(-0.1, -0.2, 0.1, 0.02)).doubts == []
@@ -391,7 +392,7 @@ def test_a_verdict_on_few_items_says_so(save):
     runs = [make_run(method, 1e-4) for method in ("lora", "super")]
     few = {"items": (("AddSub", 60), ("AQuA", 2))}
     runs_dir = save(*((run, make_scores(run.key, share, **few)) for run, share in zip(runs, (0.0, 1.0), strict=True)))
-    said = {each.metric.name: each.said for each in find(runs_dir).comparisons}
+    said = {each.metric.name: each.verdict_text for each in analyze(runs_dir).comparisons}
     assert said["accuracy"] == "better (few items, one seed)"
     assert "few items" not in said["gold_nll"]
 
@@ -400,7 +401,7 @@ def test_a_reference_of_one_seed_is_one_seed(save):
     runs = [make_run("lora", 1e-4), make_run("super", 1e-4), make_run("super", 1e-4, seed=1)]
     shares = (0.1, 0.9, 0.9)
     runs_dir = save(*((run, make_scores(run.key, share)) for run, share in zip(runs, shares, strict=True)))
-    assert [each.said for each in find(runs_dir).comparisons][:1] == ["better (one seed)"]
+    assert [each.verdict_text for each in analyze(runs_dir).comparisons][:1] == ["better (one seed)"]
 
 
 def test_what_is_missing_is_named(save):
@@ -464,10 +465,10 @@ def test_without_the_reference(small):
     assert "No differences: the reference dora was not trained." in notes(small, "dora")
     for path in small.glob(f"lora/*/{SCORES_FILE}"):
         path.unlink()
-    found = find(small)
+    found = analyze(small)
     assert "No differences: the reference lora was not scored." in found.notes
     assert "differences" not in tables_of(small)
-    assert set(figures(found)) == {"curves", "learning_rates", "cost"}
+    assert set(make_figures(found)) == {"curves", "learning_rates", "cost"}
 
 
 @pytest.mark.parametrize("changes", [{"nll": None}, {"nll": float("nan")}, {"eval_losses": []}])
@@ -551,7 +552,7 @@ def test_an_output_that_cannot_be_made_is_named(small, tmp_path, monkeypatch, wh
 def test_a_reference_that_was_never_run_is_refused_and_nothing_is_written(small):
     result = run_report(small, "--reference", "dora")
     assert result.exit_code == 1
-    assert "--reference: dora is none of the methods in" in result.output
+    assert "--reference: dora is not one of the methods in" in result.output
     assert "lora" in result.output
     assert not (small / "report").exists()
 
@@ -574,7 +575,7 @@ def test_without_contamination_report_or_gold_targets(save):
     text = notes(runs_dir)
     assert "No contamination report" in text
     assert "The gold targets were not scored" in text
-    found = find(runs_dir, resamples=100)
+    found = analyze(runs_dir, resamples=100)
     assert [each.metric.name for each in found.comparisons] == ["accuracy"]
     assert run_report(runs_dir).exit_code == 0
 
@@ -593,7 +594,7 @@ def test_a_gold_nll_that_is_not_finite_is_named_and_compared_with_none(save, bad
     path = (damaged.folder if damaged else Path("base")) / SCORES_FILE
     assert f"Not finite: gold NLL of AddSub in {path.as_posix()}: the gold NLL of" in notes(runs_dir)
     assert "The gold targets were not scored" not in notes(runs_dir)
-    found = find(runs_dir, resamples=100)
+    found = analyze(runs_dir, resamples=100)
     compared = {"super": {"supra"}, "lora": set(), "base": {"super", "supra"}}[whose]
     assert {each.result.method for each in found.comparisons if each.metric.name == "gold_nll"} == compared
     assert {each.result.method for each in found.comparisons if each.metric.name == "accuracy"} == {"super", "supra"}
@@ -611,17 +612,17 @@ def test_benchmark_without_a_clean_item(save):
     scored = [make_scores(run.key, 0.5, items=(("AddSub", 40), ("AQuA", 1))) for run in runs]
     runs_dir = save(*zip(runs, scored, strict=True))
     assert "No clean item in AQuA: there is no mean over clean items." in notes(runs_dir)
-    found = find(runs_dir, resamples=100)
+    found = analyze(runs_dir, resamples=100)
     assert [each.metric.name for each in found.comparisons] == ["accuracy", "gold_nll"]
-    assert tables_of(runs_dir)["accuracy_published"].rows[0][-1].endswith(" / –")
+    assert tables_of(runs_dir)["accuracy_published"].cells["mean"][0].endswith(" / –")
 
 
 def test_epochs_are_compared_within_themselves(save):
     runs = [make_run(method, 1e-4, epochs=epochs) for method in ("lora", "super") for epochs in (1, 3)]
     runs_dir = save(*((run, make_scores(run.key, 0.5)) for run in runs))
-    found = find(runs_dir, resamples=100)
+    found = analyze(runs_dir, resamples=100)
     assert {(each.result.epochs, each.reference.epochs) for each in found.comparisons} == {(1, 1), (3, 3)}
-    assert found.name("super", 3) == "super (3 epochs)"
+    assert found.label("super", 3) == "super (3 epochs)"
     # One family of tests a metric, over all epochs.
     by_metric = [each for each in found.comparisons if each.metric.name == "accuracy"]
     assert all(each.holm >= each.interval.p for each in by_metric)
@@ -644,7 +645,7 @@ def test_shared_devices_are_marked(save):
     assert "shared their device" in text
     assert "different devices (Another GPU, One GPU)" in text
     cost = tables_of(runs_dir)["cost"]
-    assert [row[-3:] for row in cost.rows] == [["40‡", "1.50", "8"], ["40", "1.50", "1"]]
+    assert cost.cells.iloc[:, -3:].values.tolist() == [["40‡", "1.50", "8"], ["40", "1.50", "1"]]
     assert [row["times_comparable"] for row in cost.records] == [False, True]
 
 
@@ -820,15 +821,15 @@ def test_scores_of_a_run_are_not_those_of_the_base(small):
 
 def test_latex_is_escaped_and_whole(save):
     run = make_run("lo_ra&50%", 5e-4)
-    found = find(save((run, make_scores(run.key, 0.5))))
-    for table in tables(found):
+    found = analyze(save((run, make_scores(run.key, 0.5))))
+    for table in make_tables(found):
         text = latex(table)
         body = text.split(r"\midrule")[1].split(r"\bottomrule")[0]
         assert r"lo\_ra\&50\%" in body
         assert r"$5\cdot10^{-4}$" in text
         for line in body.strip().splitlines():
             assert line.endswith(r" \\")
-            assert len(re.findall(r"(?<!\\)&", line)) == len(table.headings) - 1
+            assert len(re.findall(r"(?<!\\)&", line)) == len(table.cells.columns) - 1
         assert text.isascii()
 
 

@@ -8,7 +8,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axolotl_supertune.grid.report.statistics import Interval, Stratum, holm, over_seeds, paired_bootstrap, spread
+from axolotl_supertune.grid.report.statistics import Interval, Stratum, holm, paired_bootstrap, spread, t_interval
 
 values = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
@@ -143,7 +143,7 @@ def test_what_is_not_finite_is_refused(combine, bad, part):
     with pytest.raises(ValueError, match="NaN or infinity"):
         paired_bootstrap(strata, combine, resamples=100)
     with pytest.raises(ValueError, match="NaN or infinite"):
-        over_seeds([0.1, bad])
+        t_interval([0.1, bad])
 
 
 def test_without_items_there_is_no_interval():
@@ -178,7 +178,7 @@ def test_spread():
 @given(st.lists(st.floats(-1, 1).map(lambda value: round(value, 3)), min_size=2, max_size=6))
 def test_over_seeds_is_students_paired_test(differences):
     """scipy's own test of a mean; equal differences, of which it makes NaN, leave no doubt."""
-    interval = over_seeds(differences)
+    interval = t_interval(differences)
     if len(set(differences)) == 1:
         assert (interval.low, interval.high) == (interval.difference, interval.difference)
         assert interval.p == (1 if differences[0] == 0 else 0)
@@ -190,5 +190,5 @@ def test_over_seeds_is_students_paired_test(differences):
 
 
 def test_one_seed_says_nothing():
-    assert over_seeds([]) is None
-    assert over_seeds([0.3]) is None
+    assert t_interval([]) is None
+    assert t_interval([0.3]) is None

@@ -1,57 +1,35 @@
-"""Methods against the reference: test scores question by question, validation NLLs seed by seed."""
+"""Compares methods with the reference: test scores item by item, validation NLLs seed by seed."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from ..rate_selection import Choice
 from ..records import Run, Scores
+from .metrics import METRICS, Metric, has_values, item_values, item_weights, metric_value
 from .statistics import (
     CONFIDENCE,
     NO_DIFFERENCE,
-    Array,
     Interval,
     Spread,
     Stratum,
     holm,
-    over_seeds,
     paired_bootstrap,
     spread,
+    t_interval,
 )
 
 ONE_SEED = "one seed"
-# Below it a percentile interval is too narrow to be believed.
+NOT_AFTER_HOLM = "not after Holm"
+# With fewer items than this, percentile intervals are too narrow to be trusted.
 FEW_ITEMS = 30
 
 
 @dataclass(frozen=True)
-class Metric:
-    """What is compared with the reference.
-
-    combine: how benchmarks make one number, as `paired_bootstrap` has it.
-    unit: what its numbers are multiplied by to be shown.
-    """
-
-    name: str
-    title: str
-    higher_is_better: bool
-    combine: Literal["mean", "pooled"]
-    unit: float = 1.0
-
-
-METRICS = (
-    Metric("accuracy", "mean accuracy, all items (points)", True, "mean", 100),
-    Metric("accuracy_clean", "mean accuracy, clean items (points)", True, "mean", 100),
-    Metric("gold_nll", "gold targets' NLL (nats a token)", False, "pooled"),
-)
-
-
-@dataclass(frozen=True)
 class Result:
-    """A method at its chosen rate: its finished runs, by seed, and the scores of those that have some."""
+    """A method at its chosen learning rate: its usable runs by seed, and the scores of those that were scored."""
 
     choice: Choice
     runs: dict[int, Run]
@@ -66,17 +44,18 @@ class Result:
         return self.choice.epochs
 
     def over_seeds(self, value: Callable[[Run], float | None]) -> Spread | None:
-        return spread([each for run in self.runs.values() if (each := value(run)) is not None])
+        """Mean and deviation of a value of the runs; None if no run has it."""
+        return spread([number for run in self.runs.values() if (number := value(run)) is not None])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method against the reference of the same number of epochs.
+    """The difference of a method's test scores to those of the reference with the same number of epochs.
 
-    reference: None: the model before training.
+    reference: None for the model before training.
     by_seed: the difference within each seed that both were scored with.
-    holm: p, adjusted for all comparisons of this metric.
-    items: that were resampled; of the smallest benchmark, where benchmarks are averaged.
+    holm: the interval's p, adjusted for all comparisons of this metric.
+    items: number of resampled items; of the smallest benchmark where benchmarks are averaged.
     """
 
     metric: Metric
@@ -89,35 +68,36 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
+        """better, worse, or NO_DIFFERENCE."""
         return self.interval.verdict(self.metric.higher_is_better)
 
     @property
     def doubts(self) -> list[str]:
-        """What a verdict of better or worse does not withstand."""
+        """Reasons not to rely on a verdict of better or worse; empty for NO_DIFFERENCE."""
         if self.verdict == NO_DIFFERENCE:
             return []
-        opposed = any(value * self.interval.difference <= 0 for value in self.by_seed.values())
+        opposite_sign = any(value * self.interval.difference <= 0 for value in self.by_seed.values())
         doubts = {
-            "not after Holm": self.holm > 1 - CONFIDENCE,
+            NOT_AFTER_HOLM: self.holm > 1 - CONFIDENCE,
             "few items": self.items < FEW_ITEMS,
-            "one seed": len(self.by_seed) < 2,
-            "not in every seed": opposed,
+            ONE_SEED: len(self.by_seed) < 2,
+            "not in every seed": opposite_sign,
         }
-        return [doubt for doubt, stands in doubts.items() if stands]
+        return [doubt for doubt, applies in doubts.items() if applies]
 
     @property
-    def said(self) -> str:
-        """The verdict with its doubts."""
+    def verdict_text(self) -> str:
+        """The verdict with its doubts in brackets."""
         return with_doubts(self.verdict, self.doubts)
 
 
 @dataclass(frozen=True)
 class SeedDifference:
-    """A method's validation NLL less the reference's of the same number of epochs.
+    """The difference of a method's validation NLL to that of the reference with the same number of epochs.
 
-    by_seed: within each seed that both ran with.
-    interval: Student's over these seeds; None of fewer than two.
-    holm: its p, adjusted for all methods.
+    by_seed: the difference within each seed that both ran with, in nats a token.
+    interval: Student's, over these seeds; None for fewer than two.
+    holm: the interval's p, adjusted for all methods.
     """
 
     result: Result
@@ -128,177 +108,123 @@ class SeedDifference:
 
     @property
     def verdict(self) -> str:
-        """ONE_SEED where nothing can be said."""
+        """better, worse or NO_DIFFERENCE; ONE_SEED without an interval."""
         return self.interval.verdict(higher_is_better=False) if self.interval is not None else ONE_SEED
 
     @property
     def doubts(self) -> list[str]:
-        """What a verdict of better or worse does not withstand."""
-        decided = self.verdict not in (NO_DIFFERENCE, ONE_SEED)
-        return ["not after Holm"] if decided and self.holm is not None and self.holm > 1 - CONFIDENCE else []
+        """Reasons not to rely on a verdict of better or worse."""
+        is_decided = self.verdict not in (NO_DIFFERENCE, ONE_SEED)
+        return [NOT_AFTER_HOLM] if is_decided and self.holm is not None and self.holm > 1 - CONFIDENCE else []
 
     @property
-    def said(self) -> str:
-        """The verdict with its doubts."""
+    def verdict_text(self) -> str:
+        """The verdict with its doubts in brackets."""
         return with_doubts(self.verdict, self.doubts)
 
 
 def with_doubts(text: str, doubts: Sequence[str]) -> str:
-    """A verdict or a method's name, with what a verdict does not withstand in brackets."""
+    """Append doubts to a verdict or a method's name, in brackets."""
     return f"{text} ({', '.join(doubts)})" if doubts else text
 
 
-def right(scores: Sequence[Scores], benchmark: str, rule: str = "correct", clean: bool = False) -> Array:
-    """(models, items): 1 where the answer is right; `rule` is correct or correct_strict, `clean` leaves clean items."""
-    each = [scored.benchmarks[benchmark] for scored in scores]
-    rows = np.array([_bits(getattr(one, rule)) for one in each])
-    if not clean:
-        return rows
-    mask = each[0].clean
-    return rows[:, _bits(mask) == 1] if mask is not None else rows[:, :0]
+@dataclass(frozen=True)
+class ScoreComparer:
+    """Compares test scores by the paired bootstrap.
 
-
-def accuracies(scores: Sequence[Scores], rule: str = "correct", clean: bool = False) -> dict[str, Array]:
-    """Share of right answers, (models,), by benchmark; `mean`, unweighted, where every benchmark has items."""
-    found = {name: right(scores, name, rule, clean) for name in scores[0].benchmarks} if scores else {}
-    shares = {name: rows.mean(1) for name, rows in found.items() if rows.shape[1]}
-    if shares and len(shares) == len(found):
-        shares["mean"] = np.mean(list(shares.values()), axis=0)
-    return shares
-
-
-def gold_nlls(scores: Sequence[Scores]) -> dict[str, Array]:
-    """NLL of the gold targets in nats a token, (models,), by benchmark; `pooled` over all targets.
-
-    Left out are benchmarks in which one of the models has a value that is not finite; then there is no `pooled` either.
+    benchmarks: names, in the report's order.
+    resamples, seed: of the bootstrap.
     """
-    sums = {}
-    for name in scores[0].benchmarks if scores else ():
-        each = [scored.benchmarks[name] for scored in scores]
-        if each[0].gold_tokens:
-            sums[name] = np.array([sum(one.gold_nll) for one in each]), sum(each[0].gold_tokens)
-    found = {name: nll / tokens for name, (nll, tokens) in sums.items() if np.isfinite(nll).all()}
-    if found and len(found) == len(sums):
-        totals = np.sum([nll for nll, _ in sums.values()], axis=0)
-        found["pooled"] = totals / sum(tokens for _, tokens in sums.values())
-    return found
+
+    benchmarks: Sequence[str]
+    resamples: int
+    seed: int
+
+    def with_reference(self, results: Sequence[Result], reference: str) -> list[Comparison]:
+        """Compare every method with the reference of its number of epochs.
+
+        p is adjusted for all comparisons of a metric, over all numbers of epochs.
+        """
+        comparisons = []
+        for metric in METRICS:
+            of_metric: list[Comparison] = []
+            for epochs in dict.fromkeys(result.epochs for result in results):
+                same_epochs = [result for result in results if result.epochs == epochs]
+                against = next((result for result in same_epochs if result.method == reference), None)
+                if against is not None:
+                    others = [result for result in same_epochs if result is not against]
+                    of_metric += self._compare(metric, others, against, against.scores)
+            comparisons += _adjust(of_metric)
+        return comparisons
+
+    def with_base(self, results: Sequence[Result], base: Scores) -> list[Comparison]:
+        """Compare every method with the model before training, which is the same for every seed.
+
+        p is adjusted for all of these comparisons of a metric, apart from those with the reference.
+        """
+        base_by_seed = dict.fromkeys((seed for result in results for seed in result.scores), base)
+        comparisons = []
+        for metric in METRICS:
+            comparisons += _adjust(self._compare(metric, results, None, base_by_seed))
+        return comparisons
+
+    def _compare(
+        self, metric: Metric, results: Sequence[Result], against: Result | None, theirs: dict[int, Scores]
+    ) -> list[Comparison]:
+        """Compare results with the scores `theirs` (by seed) of `against`, p not yet adjusted (holm is NaN).
+
+        Results without values of the metric are left out; empty if `theirs` has none or a benchmark lacks items.
+        """
+        reference_scores = list(theirs.values())
+        results = [result for result in results if has_values(metric, list(result.scores.values()))]
+        if not results or not has_values(metric, reference_scores):
+            return []
+        strata = [_stratum(metric, name, results, reference_scores) for name in self.benchmarks]
+        if metric.combine == "pooled":
+            strata = [stratum for stratum in strata if len(stratum.weights)]
+        if not strata or not all(len(stratum.weights) for stratum in strata):
+            return []
+        intervals = paired_bootstrap(strata, metric.combine, resamples=self.resamples, seed=self.seed)
+        items = (sum if metric.combine == "pooled" else min)(len(stratum.weights) for stratum in strata)
+        return [
+            Comparison(metric, result, against, interval, _by_seed(metric, result.scores, theirs), math.nan, items)
+            for result, interval in zip(results, intervals, strict=True)
+        ]
 
 
-def _bits(text: str) -> Array:
-    return np.frombuffer(text.encode("ascii"), dtype=np.uint8).astype(np.float64) - ord("0")
+def _stratum(metric: Metric, benchmark: str, results: Sequence[Result], reference: Sequence[Scores]) -> Stratum:
+    theirs = item_values(metric, benchmark, reference)
+    ours = [item_values(metric, benchmark, list(result.scores.values())) for result in results]
+    return Stratum(np.column_stack(ours) - theirs[:, None], item_weights(metric, benchmark, reference[0]))
 
 
-def has_values(metric: Metric, scores: Sequence[Scores]) -> bool:
-    """Whether there are scores, and all of them can be compared by the metric."""
-    return bool(scores) and (metric.name != "gold_nll" or "pooled" in gold_nlls(scores))
+def _by_seed(metric: Metric, ours: dict[int, Scores], theirs: dict[int, Scores]) -> dict[int, float]:
+    return {
+        seed: metric_value(metric, ours[seed]) - metric_value(metric, theirs[seed])
+        for seed in sorted(ours.keys() & theirs.keys())
+    }
 
 
-def compare(
-    results: Sequence[Result],
-    reference: str,
-    benchmarks: dict[str, tuple[int, int | None]],
-    resamples: int,
-    seed: int,
-) -> list[Comparison]:
-    """All others with the reference; p is adjusted for all comparisons of a metric."""
-    found = []
-    for metric in METRICS:
-        of_metric: list[Comparison] = []
-        for epochs in dict.fromkeys(each.epochs for each in results):
-            of_epochs = [each for each in results if each.epochs == epochs]
-            against = next((each for each in of_epochs if each.method == reference), None)
-            if against is not None:
-                others = [each for each in of_epochs if each is not against]
-                of_metric += _compared(metric, others, against, against.scores, benchmarks, resamples, seed)
-        found += _adjusted(of_metric)
-    return found
-
-
-def compare_with_base(
-    results: Sequence[Result],
-    base: Scores,
-    benchmarks: dict[str, tuple[int, int | None]],
-    resamples: int,
-    seed: int,
-) -> list[Comparison]:
-    """All results with the model before training, which is the same for every seed; a metric is a family of its own."""
-    found = []
-    for metric in METRICS:
-        theirs = dict.fromkeys((at for each in results for at in each.scores), base)
-        found += _adjusted(_compared(metric, results, None, theirs, benchmarks, resamples, seed))
-    return found
-
-
-def _compared(
-    metric: Metric,
-    others: Sequence[Result],
-    against: Result | None,
-    theirs: dict[int, Scores],
-    benchmarks: dict[str, tuple[int, int | None]],
-    resamples: int,
-    seed: int,
-) -> list[Comparison]:
-    """`theirs`: of `against`, by seed. None where nothing can be compared; p not adjusted yet."""
-    others = [each for each in others if has_values(metric, list(each.scores.values()))]
-    if not others or not has_values(metric, list(theirs.values())):
-        return []
-    strata = [_stratum(metric, name, others, list(theirs.values())) for name in benchmarks]
-    if metric.combine == "pooled":
-        strata = [each for each in strata if len(each.weights)]
-    if not strata or not all(len(each.weights) for each in strata):
-        return []
-    intervals = paired_bootstrap(strata, metric.combine, resamples=resamples, seed=seed)
-    items = (sum if metric.combine == "pooled" else min)(len(each.weights) for each in strata)
-    return [
-        Comparison(metric, each, against, interval, _by_seed(metric, each.scores, theirs), math.nan, items)
-        for each, interval in zip(others, intervals, strict=True)
-    ]
-
-
-def _adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    adjusted = holm([each.interval.p for each in comparisons])
-    return [replace(each, holm=p) for each, p in zip(comparisons, adjusted, strict=True)]
+def _adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    adjusted = holm([comparison.interval.p for comparison in comparisons])
+    return [replace(comparison, holm=p) for comparison, p in zip(comparisons, adjusted, strict=True)]
 
 
 def seed_differences(results: Sequence[Result], reference: str) -> list[SeedDifference]:
-    """Validation NLLs of all others less the reference's; p is adjusted for those that have an interval."""
-    found = []
+    """Differences of all validation NLLs to the reference's; p is adjusted for those that have an interval."""
+    differences = []
     for result in results:
-        against = next((each for each in results if (each.method, each.epochs) == (reference, result.epochs)), None)
+        against = next((r for r in results if (r.method, r.epochs) == (reference, result.epochs)), None)
         if against is None or against is result:
             continue
         ours, theirs = _validation_nlls(result), _validation_nlls(against)
         by_seed = {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
-        found.append(SeedDifference(result, against, by_seed, over_seeds(list(by_seed.values())), None))
-    told = [(at, each.interval.p) for at, each in enumerate(found) if each.interval is not None]
-    for (at, _), adjusted in zip(told, holm([p for _, p in told]), strict=True):
-        found[at] = replace(found[at], holm=adjusted)
-    return found
+        differences.append(SeedDifference(result, against, by_seed, t_interval(list(by_seed.values())), None))
+    p_values = {at: each.interval.p for at, each in enumerate(differences) if each.interval is not None}
+    for at, adjusted in zip(p_values, holm(list(p_values.values())), strict=True):
+        differences[at] = replace(differences[at], holm=adjusted)
+    return differences
 
 
 def _validation_nlls(result: Result) -> dict[int, float]:
     return {seed: run.validation_nll for seed, run in result.runs.items() if run.validation_nll is not None}
-
-
-def _stratum(metric: Metric, benchmark: str, others: Sequence[Result], against: Sequence[Scores]) -> Stratum:
-    theirs = _items(metric, benchmark, against)
-    values = np.column_stack([_items(metric, benchmark, list(each.scores.values())) - theirs for each in others])
-    if metric.name == "gold_nll":
-        return Stratum(values, np.array(against[0].benchmarks[benchmark].gold_tokens, dtype=np.float64))
-    return Stratum(values, np.ones(len(values)))
-
-
-def _items(metric: Metric, benchmark: str, scores: Sequence[Scores]) -> Array:
-    """(items,), averaged over the seeds."""
-    if metric.name == "gold_nll":
-        return np.mean([scored.benchmarks[benchmark].gold_nll for scored in scores], axis=0)
-    return right(scores, benchmark, clean=metric.name == "accuracy_clean").mean(0)
-
-
-def _by_seed(metric: Metric, ours: dict[int, Scores], theirs: dict[int, Scores]) -> dict[int, float]:
-    def value(scores: Scores) -> float:
-        if metric.name == "gold_nll":
-            return float(gold_nlls([scores])["pooled"][0])
-        return float(accuracies([scores], clean=metric.name == "accuracy_clean")["mean"][0])
-
-    return {seed: value(ours[seed]) - value(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())}

@@ -1,9 +1,9 @@
-"""Spread over seeds, and paired bootstrap intervals over items; arrays in, numbers out.
+"""Means over seeds, paired bootstrap intervals over test items, Student's intervals over seeds, Holm's adjustment.
 
-What is resampled are the items (questions) of each benchmark, the same ones for both methods; each item's value is
-first averaged over a method's seeds. The intervals therefore say how the difference between these trained models
-depends on which questions were asked. They do not say how it depends on the seeds: the standard deviation over seeds
-does, the differences seed by seed, and of the validation NLL, whose records are not kept one by one, `over_seeds`.
+The bootstrap resamples the items (questions) of each benchmark, the same items for both methods, after averaging each
+item over a method's seeds. Its intervals therefore say how a difference between these trained models depends on the
+choice of questions, and nothing about the choice of seeds. For the seeds there are the standard deviation and, for the
+validation NLL, which is not recorded record by record, `t_interval`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 NO_DIFFERENCE = "no difference seen"
-# Numbers in one block of resampled counts: 32 MiB.
+# Counts of resampled items that are held at once: 2**22 float64 are 32 MiB.
 _BLOCK = 1 << 22
 
 Array = NDArray[np.float64]
@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds; `deviation` (of the sample, n − 1) is None with a single one."""
+    """Mean and sample standard deviation (n − 1) over `count` seeds; `deviation` is None for a single seed."""
 
     mean: float
     deviation: float | None
@@ -32,7 +32,7 @@ class Spread:
 
 
 def spread(values: Sequence[float] | Array) -> Spread | None:
-    """None where there are no values."""
+    """Summarize values, (seeds,); None if there are none."""
     numbers = np.asarray(values, dtype=np.float64)
     if not numbers.size:
         return None
@@ -42,10 +42,10 @@ def spread(values: Sequence[float] | Array) -> Spread | None:
 
 @dataclass(frozen=True)
 class Stratum:
-    """The items of one benchmark.
+    """The items of one benchmark, as a stratum of the bootstrap.
 
-    values: (items, methods), per item what a method has more than the reference.
-    weights: (items,) positive; the benchmark's value is Σ values / Σ weights.
+    values: (items, methods) float64, each method's value of the item less the reference's.
+    weights: (items,) float64, positive; the benchmark's value is Σ values / Σ weights.
     """
 
     values: Array
@@ -54,7 +54,7 @@ class Stratum:
 
 @dataclass(frozen=True)
 class Interval:
-    """A difference to the reference, its interval, and the two-sided p that belongs to it."""
+    """A difference to the reference with its confidence interval and two-sided p."""
 
     difference: float
     low: float
@@ -77,17 +77,20 @@ def paired_bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> list[Interval]:
-    """Intervals of the methods' differences; items are resampled within each benchmark, the same for all methods.
+    """Percentile intervals of the methods' differences to the reference.
+
+    Items are drawn with replacement within each benchmark, the same ones for all methods.
 
     Args:
-        strata: one a benchmark, with the same methods.
-        combine: `mean`, the unweighted mean of the benchmarks' values; `pooled`, Σ values / Σ weights over all items.
+        strata: one per benchmark, all with the same methods.
+        combine: `mean` is the unweighted mean of the benchmarks' values, `pooled` is Σ values / Σ weights over all
+            items of all benchmarks.
 
     Returns:
-        One Interval a method.
+        One Interval per method.
 
     Raises:
-        ValueError: no benchmark, or one without items, or a value or weight that is not finite.
+        ValueError: there is no benchmark, a benchmark has no items, or a value or weight is not finite.
     """
     if not strata or any(not len(stratum.weights) for stratum in strata):
         raise ValueError("a bootstrap needs items: a benchmark has none.")
@@ -96,43 +99,40 @@ def paired_bootstrap(
     random = np.random.default_rng(seed)
     observed = _combined([(each.values.sum(0)[None], each.weights.sum()[None]) for each in strata], combine)[0]
     sums = [_resampled_sums(stratum, resamples, random) for stratum in strata]
-    # What cancels but for rounding is no difference.
+    # Differences that cancel up to rounding errors count as 0.
     drawn = _combined(sums, combine).round(12)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, [tail, 1 - tail], axis=0)
-    # With the observed data as one draw more, p is never 0.
+    # Counting the observed data as one more draw keeps p above 0.
     below, above = ((1 + side.sum(0)) / (1 + resamples) for side in (drawn <= 0, drawn >= 0))
     p = np.minimum(1, 2 * np.minimum(below, above))
     return [Interval(*map(float, each)) for each in zip(observed, low, high, p, strict=True)]
 
 
-def over_seeds(differences: Sequence[float]) -> Interval | None:
-    """Student's interval and p of the mean of paired differences, one a seed; None of fewer than two.
+def t_interval(differences: Sequence[float]) -> Interval | None:
+    """Student's interval and p of the mean of paired differences, one per seed; None for fewer than two.
 
-    It says how the difference depends on the seed of the training, and nothing of other data.
+    It says how the difference depends on the training's seed, and nothing about other data.
 
     Raises:
-        ValueError: a difference that is not finite.
+        ValueError: a difference is not finite.
     """
-    from scipy.stats import t
+    from scipy.stats import ttest_1samp
 
     if not np.isfinite(differences).all():
         raise ValueError("Student's interval needs finite differences: one is NaN or infinite; leave that seed out.")
-
-    found = spread(differences)
-    if found is None or found.deviation is None:
+    if len(differences) < 2:
         return None
-    if min(differences) == max(differences):  # a mean and a deviation of equal numbers are so but for rounding
-        only = float(differences[0])
-        return Interval(only, only, only, 1.0 if only == 0 else 0.0)
-    error, freedom = found.deviation / found.count**0.5, found.count - 1
-    half = float(t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
-    p = 2 * float(t.sf(abs(found.mean) / error, freedom))
-    return Interval(found.mean, found.mean - half, found.mean + half, p)
+    if min(differences) == max(differences):  # no deviation: the test would divide by 0, or by a rounding error
+        constant = float(differences[0])
+        return Interval(constant, constant, constant, 1.0 if constant == 0 else 0.0)
+    test = ttest_1samp(differences, 0.0)
+    low, high = test.confidence_interval(CONFIDENCE)
+    return Interval(float(np.mean(differences)), float(low), float(high), float(test.pvalue))
 
 
 def _resampled_sums(stratum: Stratum, resamples: int, random: np.random.Generator) -> tuple[Array, Array]:
-    """Σ values, (resamples, methods), and Σ weights, (resamples,), of items drawn with replacement."""
+    """Draw items with replacement: their Σ values, (resamples, methods), and Σ weights, (resamples,)."""
     items = len(stratum.weights)
     columns = np.column_stack([stratum.values, stratum.weights])
     block = max(1, _BLOCK // items)
@@ -148,6 +148,7 @@ def _resampled_sums(stratum: Stratum, resamples: int, random: np.random.Generato
 
 
 def _combined(sums: Sequence[tuple[Array, Array]], combine: str) -> Array:
+    """One number per resample and method, (resamples, methods), from each benchmark's sums."""
     if combine == "mean":
         means = [values / weights[:, None] for values, weights in sums]
         return np.mean(means, axis=0)
@@ -156,7 +157,7 @@ def _combined(sums: Sequence[tuple[Array, Array]], combine: str) -> Array:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjustment of p values for their number, in the order given."""
+    """Holm's adjustment of p values for multiple comparisons, in the order given."""
     adjusted = [1.0] * len(p_values)
     largest = 0.0
     for rank, at in enumerate(sorted(range(len(p_values)), key=lambda at: p_values[at])):

@@ -1,386 +1,322 @@
-"""Findings as tables: cells for Markdown and LaTeX, and flat records for CSV and JSON."""
+"""The tables of a report: what each shows, as text cells and as flat records of numbers."""
 
-import csv
-import io
-import math
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from ..records import Scores
-from .comparisons import Comparison, Result, accuracies, gold_nlls
-from .findings import BUDGET_TOLERANCE, Findings, short_rate
+from ..records import Run, Scores
+from .comparisons import Comparison, Result
+from .findings import BUDGET_TOLERANCE, Findings
+from .formatting import short_rate
+from .metrics import accuracies, gold_nlls
 from .statistics import CONFIDENCE, Spread, spread
 
+Cells = dict[str, str]
 Record = dict[str, Any]
 
 BASE = "base (before training)"
-# Numbers of records keep this many digits: more would differ from one machine's sums to another's.
-_DIGITS = 8
+NONE = "–"
+# Number of seeds behind the scores' ±, where not all trained seeds were scored.
+SEEDS_SCORED = "seeds scored"
+# Significant digits of recorded numbers: further ones depend on the order of a machine's sums.
+DIGITS = 8
 _RULES = {"published": "correct", "strict": "correct_strict"}
 
 
 @dataclass(frozen=True)
 class Table:
-    """
-    name: of its files, NAME.csv and NAME.tex.
-    headings, rows: text; cells that hold a rate (5e-4) or a sign are set by `latex` in its own way.
-    records: what the rows show and more, a number each.
+    """One table.
+
+    name: stem of its files, NAME.csv and NAME.tex.
+    cells: the text of the rows, a column per heading.
+    records: what the rows show and more, as numbers; None where there is no number. All have the same keys.
     """
 
     name: str
     title: str
-    headings: list[str]
-    rows: list[list[str]]
+    cells: pd.DataFrame
     records: list[Record]
 
 
-def tables(found: Findings) -> list[Table]:
-    """All tables that the findings allow."""
-    made = [summary(found)]
-    if found.seed_differences:
-        made.append(validation(found))
-    if found.comparisons:
-        made.append(differences(found))
-    if found.against_base:
-        made.append(differences_to_base(found))
-    if found.benchmarks:
-        made += [accuracy(found, "published"), accuracy(found, "strict")]
-        if any(gold_nlls(list(result.scores.values())) for result in found.results):
-            made.append(perplexity(found))
-    return [*made, cost(found), learning_rates(found)]
+def make_tables(findings: Findings) -> list[Table]:
+    """All tables for which there is data, in the report's order."""
+    tables = [summary(findings)]
+    if findings.seed_differences:
+        tables.append(validation(findings))
+    if findings.comparisons:
+        tables.append(differences(findings))
+    if findings.against_base:
+        tables.append(differences_to_base(findings))
+    if findings.benchmarks:
+        tables += [accuracy(findings, "published"), accuracy(findings, "strict")]
+        if any(gold_nlls(list(result.scores.values())) for result in findings.results):
+            tables.append(perplexity(findings))
+    return [*tables, cost(findings), learning_rates(findings)]
 
 
-def summary(found: Findings) -> Table:
-    """One line a method."""
-    headings = [*_HEAD, "seeds", "validation NLL"]
-    if found.benchmarks:
-        headings += [_SCORED, "mean accuracy, %", "strict rule, %", "gold NLL", "perplexity"]
+def summary(findings: Findings) -> Table:
+    """A row per method: validation NLL, mean accuracies, gold NLL and perplexity."""
     rows, records = [], []
-    for line in _lines(found, always_base=found.base_validation_nll is not None):
+    for line in _lines(findings, always_base=findings.base_validation_nll is not None):
         nll = line.validation_nll
-        cells = [*line.cells, str(line.seeds) if line.seeds else "–", _shown(nll, "{:.4f}")]
-        record = line.record | {"seeds": line.seeds} | _spread("validation_nll", nll)
-        if found.benchmarks:
-            cells.append(line.scored)
+        cells = line.cells | {"seeds": str(line.seeds or NONE), "validation NLL": _text(nll, "{:.4f}")}
+        record = line.record | {"seeds": line.seeds} | _numbers("validation_nll", nll)
+        if findings.benchmarks:
+            cells |= line.scored_cells
             record |= line.scored_record
-            for rule in _RULES:
-                both = [spread(_shares(line.scores, rule, clean).get("mean", ())) for clean in (False, True)]
-                cells.append(_both(*both))
-                for items, each in zip(("all", "clean"), both, strict=True):
-                    record |= _spread(f"accuracy_{rule}_{items}", each)
-            gold = gold_nlls(line.scores).get("pooled", np.array(()))
-            cells += [_shown(spread(gold), "{:.4f}"), _shown(spread(np.exp(gold)), "{:.3f}")]
-            record |= _spread("gold_nll", spread(gold)) | _spread("perplexity", spread(np.exp(gold)))
+            for rule, heading in (("published", "mean accuracy, %"), ("strict", "strict rule, %")):
+                mean, clean_mean = (spread(_accuracies(line, rule, clean).get("mean", ())) for clean in (False, True))
+                cells[heading] = _percentages(mean, clean_mean)
+                record |= _numbers(f"accuracy_{rule}_all", mean) | _numbers(f"accuracy_{rule}_clean", clean_mean)
+            nlls = gold_nlls(line.scores).get("pooled", np.array(()))
+            gold, perplexity = spread(nlls), spread(np.exp(nlls))
+            cells |= {"gold NLL": _text(gold, "{:.4f}"), "perplexity": _text(perplexity, "{:.3f}")}
+            record |= _numbers("gold_nll", gold) | _numbers("perplexity", perplexity)
         rows.append(cells)
         records.append(record)
     title = "Methods at the rate of their lowest validation NLL, mean ± standard deviation over seeds"
-    if found.benchmarks:
+    if findings.benchmarks:
         title += "; accuracies unweighted over the benchmarks, all / clean items"
-    return Table("summary", title, headings, rows, records)
+    return Table("summary", title, pd.DataFrame(rows), records)
 
 
-def validation(found: Findings) -> Table:
-    """Validation NLL against the reference's, seed by seed; one line a method."""
+def validation(findings: Findings) -> Table:
+    """A row per method: validation NLL less the reference's, over and by seed."""
     rows, records = [], []
-    for each in found.seed_differences:
-        interval = each.interval
-        mean = spread(list(each.by_seed.values()))
-        cells = ["–", "–", "–"] if mean is None else [f"{mean.mean:+.4f}", "–", "–"]
-        if interval is not None:
-            cells[1:] = [f"[{interval.low:+.4f}, {interval.high:+.4f}]", f"{each.holm:.2g}"]
-        seeds = ", ".join(f"{seed}: {value:+.4f}" for seed, value in each.by_seed.items())
-        rows.append([each.result.method, f"{each.result.epochs:g}", *cells, each.said, seeds or "–"])
+    for difference in findings.seed_differences:
+        result, interval = difference.result, difference.interval
+        mean = spread(list(difference.by_seed.values()))
+        rows.append(
+            {
+                "method": result.method,
+                "epochs": f"{result.epochs:g}",
+                "difference": f"{mean.mean:+.4f}" if mean else NONE,
+                _INTERVAL: f"[{interval.low:+.4f}, {interval.high:+.4f}]" if interval else NONE,
+                "p (Holm)": f"{difference.holm:.2g}" if interval else NONE,
+                "verdict": difference.verdict_text,
+                "by seed": _by_seed_text(difference.by_seed, 4),
+            }
+        )
         records.append(
             {
-                "method": each.result.method,
-                "epochs": each.result.epochs,
-                "reference": each.reference.method,
+                "method": result.method,
+                "epochs": result.epochs,
+                "reference": difference.reference.method,
                 "difference": mean and mean.mean,
                 "low": interval and interval.low,
                 "high": interval and interval.high,
                 "p": interval and interval.p,
-                "p_holm": each.holm,
-                "verdict": each.verdict,
-                "doubts": ", ".join(each.doubts),
-                "by_seed": " ".join(f"{seed}:{_rounded(value)}" for seed, value in each.by_seed.items()),
+                "p_holm": difference.holm,
+                "verdict": difference.verdict,
+                "doubts": ", ".join(difference.doubts),
+                "by_seed": _by_seed_record(difference.by_seed),
             }
         )
-    title = f"Validation NLL less {found.reference}'s, with Student's interval over the seeds ({CONFIDENCE:.0%})"
-    headings = ["method", "epochs", "difference", f"{CONFIDENCE:.0%} interval", "p (Holm)", "verdict", "by seed"]
-    return Table("validation", title, headings, rows, records)
+    title = f"Validation NLL less {findings.reference}'s, with Student's interval over the seeds ({CONFIDENCE:.0%})"
+    return Table("validation", title, pd.DataFrame(rows), records)
 
 
-def differences(found: Findings) -> Table:
-    """One line a comparison with the reference."""
-    return _differences("differences", found.reference, found.comparisons)
+def differences(findings: Findings) -> Table:
+    """A row per comparison with the reference."""
+    return _differences("differences", findings.reference, findings.comparisons)
 
 
-def differences_to_base(found: Findings) -> Table:
-    """One line a comparison with the model before training."""
-    return _differences("differences_to_base", "the model before training", found.against_base)
+def differences_to_base(findings: Findings) -> Table:
+    """A row per comparison with the model before training."""
+    return _differences("differences_to_base", "the model before training", findings.against_base)
 
 
 def _differences(name: str, reference: str, comparisons: Sequence[Comparison]) -> Table:
-    families = Counter(each.metric.name for each in comparisons)
+    family_sizes = Counter(comparison.metric.name for comparison in comparisons)
     rows, records = [], []
-    for each in comparisons:
-        unit, interval = each.metric.unit, each.interval
-        numbers = [unit * number for number in (interval.difference, interval.low, interval.high)]
-        digits = 2 if unit == 100 else 4
-        shown = [f"{number:+.{digits}f}" for number in numbers]
-        seeds = ", ".join(f"{seed}: {unit * value:+.{digits}f}" for seed, value in each.by_seed.items())
+    for comparison in comparisons:
+        metric, result, interval = comparison.metric, comparison.result, comparison.interval
+        difference, low, high = (metric.unit * x for x in (interval.difference, interval.low, interval.high))
+        by_seed = {seed: metric.unit * value for seed, value in comparison.by_seed.items()}
+        digits = 2 if metric.unit == 100 else 4
         rows.append(
-            [
-                each.metric.title,
-                each.result.method,
-                f"{each.result.epochs:g}",
-                shown[0],
-                f"[{shown[1]}, {shown[2]}]",
-                f"{each.holm:.2g}",
-                each.said,
-                seeds or "–",
-            ]
+            {
+                "of": metric.title,
+                "method": result.method,
+                "epochs": f"{result.epochs:g}",
+                "difference": f"{difference:+.{digits}f}",
+                _INTERVAL: f"[{low:+.{digits}f}, {high:+.{digits}f}]",
+                "p (Holm)": f"{comparison.holm:.2g}",
+                "verdict": comparison.verdict_text,
+                "by seed": _by_seed_text(by_seed, digits),
+            }
         )
         records.append(
             {
-                "metric": each.metric.name,
-                "method": each.result.method,
-                "epochs": each.result.epochs,
-                "reference": each.reference.method if each.reference is not None else "base",
-                "unit": "points" if unit == 100 else "nats a token",
-                "difference": numbers[0],
-                "low": numbers[1],
-                "high": numbers[2],
+                "metric": metric.name,
+                "method": result.method,
+                "epochs": result.epochs,
+                "reference": comparison.reference.method if comparison.reference else "base",
+                "unit": "points" if metric.unit == 100 else "nats a token",
+                "difference": difference,
+                "low": low,
+                "high": high,
                 "p": interval.p,
-                "p_holm": each.holm,
-                "comparisons": families[each.metric.name],
-                "verdict": each.verdict,
-                "doubts": ", ".join(each.doubts),
-                "items": each.items,
-                "seeds": _seeds(each.result),
-                "reference_seeds": _seeds(each.reference) if each.reference is not None else None,
-                "by_seed": " ".join(f"{seed}:{_rounded(unit * value)}" for seed, value in each.by_seed.items()),
+                "p_holm": comparison.holm,
+                "comparisons": family_sizes[metric.name],
+                "verdict": comparison.verdict,
+                "doubts": ", ".join(comparison.doubts),
+                "items": comparison.items,
+                "seeds": _scored_seeds(result),
+                "reference_seeds": _scored_seeds(comparison.reference) if comparison.reference else None,
+                "by_seed": _by_seed_record(by_seed),
             }
         )
     title = f"Differences to {reference}, with paired bootstrap intervals ({CONFIDENCE:.0%})"
-    headings = ["of", "method", "epochs", "difference", f"{CONFIDENCE:.0%} interval", "p (Holm)", "verdict", "by seed"]
-    return Table(name, title, headings, rows, records)
+    return Table(name, title, pd.DataFrame(rows), records)
 
 
-def accuracy(found: Findings, rule: str) -> Table:
-    """Per benchmark, on all items and on the clean ones."""
-    names = [*found.benchmarks, "mean"]
+def accuracy(findings: Findings, rule: str) -> Table:
+    """A row per method, a column per benchmark: accuracy on all and on the clean items.
+
+    Args:
+        rule: `published` or `strict`.
+    """
+    headings = {
+        name: f"{name} ({count} / {NONE if clean is None else clean})"
+        for name, (count, clean) in findings.benchmarks.items()
+    }
+    headings["mean"] = "mean"
     rows, records = [], []
-    for line in _lines(found):
-        both = [_shares(line.scores, rule, clean) for clean in (False, True)]
-        rows.append(
-            [*line.cells, line.scored, *(_both(*(spread(part.get(name, ())) for part in both)) for name in names)]
-        )
-        for name in names:
-            counts = found.benchmarks.get(name, (None, None))
-            for items, count, part in zip(("all", "clean"), counts, both, strict=True):
-                if name in part:
-                    record = line.record | {"benchmark": name, "rule": rule, "items": items, "n": count}
-                    records.append(record | line.scored_record | _spread("accuracy", spread(part[name])))
-    sizes = [
-        f"{name} ({count} / {'–' if clean is None else clean})" for name, (count, clean) in found.benchmarks.items()
-    ]
-    which = {"published": "the published rule", "strict": "the corrected (strict) rule"}[rule]
-    title = f"Accuracy by {which}, %, all / clean items (their number at the head)"
-    return Table(f"accuracy_{rule}", title, [*_HEAD, _SCORED, *sizes, "mean"], rows, records)
+    for line in _lines(findings):
+        shares = {"all": _accuracies(line, rule, False), "clean": _accuracies(line, rule, True)}
+        cells = line.cells | line.scored_cells
+        for name, heading in headings.items():
+            spreads = {items: spread(by_benchmark.get(name, ())) for items, by_benchmark in shares.items()}
+            cells[heading] = _percentages(spreads["all"], spreads["clean"])
+            counts = dict(zip(("all", "clean"), findings.benchmarks.get(name, (None, None)), strict=True))
+            records += [
+                line.record
+                | {"benchmark": name, "rule": rule, "items": items, "n": counts[items]}
+                | line.scored_record
+                | _numbers("accuracy", of_items)
+                for items, of_items in spreads.items()
+                if of_items is not None
+            ]
+        rows.append(cells)
+    rule_name = {"published": "the published rule", "strict": "the corrected (strict) rule"}[rule]
+    title = f"Accuracy by {rule_name}, %, all / clean items (their number at the head)"
+    return Table(f"accuracy_{rule}", title, pd.DataFrame(rows), records)
 
 
-def perplexity(found: Findings) -> Table:
-    """Of the gold targets, per benchmark and pooled."""
-    names = [*found.benchmarks, "pooled"]
+def perplexity(findings: Findings) -> Table:
+    """A row per method, a column per benchmark: NLL and perplexity of the gold targets."""
     rows, records = [], []
-    for line in _lines(found):
+    for line in _lines(findings):
         nlls = gold_nlls(line.scores)
-        cells = [
-            f"{_shown(spread(nlls.get(n, ())), '{:.4f}')} ({_shown(_perplexity(nlls, n), '{:.3f}')})" for n in names
-        ]
-        rows.append([*line.cells, line.scored, *cells])
-        for name in names:
-            if name in nlls:
-                record = (
-                    line.record | {"benchmark": name} | line.scored_record | _spread("gold_nll", spread(nlls[name]))
-                )
-                records.append(record | _spread("perplexity", _perplexity(nlls, name)))
+        cells = line.cells | line.scored_cells
+        for name in [*findings.benchmarks, "pooled"]:
+            of_name = nlls.get(name, np.array(()))
+            nll, perplexity = spread(of_name), spread(np.exp(of_name))
+            cells[name] = f"{_text(nll, '{:.4f}')} ({_text(perplexity, '{:.3f}')})"
+            if nll is not None:
+                record = line.record | {"benchmark": name} | line.scored_record
+                records.append(record | _numbers("gold_nll", nll) | _numbers("perplexity", perplexity))
+        rows.append(cells)
     title = "NLL of the gold targets, nats a token (perplexity); pooled over all targets, weighted by tokens"
-    return Table("perplexity", title, [*_HEAD, _SCORED, *names], rows, records)
+    return Table("perplexity", title, pd.DataFrame(rows), records)
 
 
-def cost(found: Findings) -> Table:
-    """Parameters, time and memory."""
+def cost(findings: Findings) -> Table:
+    """A row per method: trained parameters, training time in seconds and peak memory in GiB."""
     rows, records = [], []
-    for result in found.results:
-        line = _Line.of(result)
-        trained = _one({run.trainable_parameters for run in result.runs.values()})
-        budget = _one({run.budget_parameters for run in result.runs.values()})
+    for result in findings.results:
+        line, runs = _Line.of(result), list(result.runs.values())
+        trained = _largest(run.trainable_parameters for run in runs)
+        budget = _largest(run.budget_parameters for run in runs)
         share = trained / budget if trained and budget else None
-        off = share is not None and abs(share - 1) > BUDGET_TOLERANCE
-        jobs = max(run.jobs_per_gpu for run in result.runs.values())
+        off_budget = share is not None and abs(share - 1) > BUDGET_TOLERANCE
+        jobs = max(run.jobs_per_gpu for run in runs)
         seconds = result.over_seeds(lambda run: run.train_seconds)
         memory = result.over_seeds(lambda run: run.peak_memory_gib)
-        rows.append(
-            [
-                *line.cells,
-                f"{trained:,}" if trained else "–",
-                "–" if share is None else f"{share:.2%}" + (" (off)" if off else ""),
-                _shown(seconds, "{:.0f}") + ("‡" if seconds and jobs > 1 else ""),
-                _shown(memory, "{:.2f}"),
-                str(jobs),
-            ]
-        )
+        cells = {
+            "trained parameters": f"{trained:,}" if trained else NONE,
+            "of the budget": NONE if share is None else f"{share:.2%}" + (" (off)" if off_budget else ""),
+            "training, s": _text(seconds, "{:.0f}") + ("‡" if seconds and jobs > 1 else ""),
+            "peak, GiB": _text(memory, "{:.2f}"),
+            "runs on the device": str(jobs),
+        }
+        rows.append(line.cells | cells)
         records.append(
             line.record
-            | {"seeds": len(result.runs), "trainable_parameters": trained, "budget_parameters": budget}
-            | {"share_of_budget": share, "off_budget": off}
-            | _spread("train_seconds", seconds)
+            | {"seeds": len(runs), "trainable_parameters": trained, "budget_parameters": budget}
+            | {"share_of_budget": share, "off_budget": off_budget}
+            | _numbers("train_seconds", seconds)
             | {"times_comparable": jobs == 1}
-            | _spread("peak_memory_gib", memory)
-            | {"jobs_per_gpu": jobs, "device": ", ".join(sorted({r.device or "unknown" for r in result.runs.values()}))}
+            | _numbers("peak_memory_gib", memory)
+            | {"jobs_per_gpu": jobs, "device": ", ".join(sorted({run.device or "unknown" for run in runs}))}
         )
     title = (
         "Trained parameters, training time and peak memory of the process (‡: the device was shared, not comparable)"
     )
-    headings = [*_HEAD, "trained parameters", "of the budget", "training, s", "peak, GiB", "runs on the device"]
-    return Table("cost", title, headings, rows, records)
+    return Table("cost", title, pd.DataFrame(rows), records)
 
 
-def learning_rates(found: Findings) -> Table:
-    """Validation NLL of every rate that was tried, the chosen one in brackets; records of every run."""
-    rates = sorted({run.key.learning_rate for run in found.runs})
+def learning_rates(findings: Findings) -> Table:
+    """A row per method, a column per rate: validation NLL, the chosen rate in brackets. A record per run."""
+    rates = sorted({run.key.learning_rate for run in findings.runs})
     rows = []
-    for (method, epochs), choice in found.choices.items():
-        cells = []
+    for (method, epochs), choice in findings.choices.items():
+        cells = {"method": method, "epochs": f"{epochs:g}"}
         for rate in rates:
             key = method, epochs, rate
-            tried = [run for run in found.runs if (run.key.method, run.key.epochs, run.key.learning_rate) == key]
-            if choice is not None:  # on the seeds that the choice was made on
-                tried = [run for run in tried if run.key.seed in choice.seeds] or tried
-            values = [run.validation_nll for run in tried if run.status == "done" and run.validation_nll is not None]
-            mean = spread(values)
-            text = "–" if not tried else "failed" if mean is None else f"{mean.mean:.4f}"
-            cells.append(f"[{text}]" if choice is not None and choice.learning_rate == rate else text)
-        rows.append([method, f"{epochs:g}", *cells])
-    records = [
-        {
-            "method": run.key.method,
-            "epochs": run.key.epochs,
-            "learning_rate": run.key.learning_rate,
-            "seed": run.key.seed,
-            "status": run.status,
-            "validation_nll": run.validation_nll,
-            "chosen": choice is not None and choice.learning_rate == run.key.learning_rate,
-            "edge": choice.edge if choice is not None and choice.learning_rate == run.key.learning_rate else None,
-        }
-        for run in found.runs
-        for choice in (found.choices[run.key.method, run.key.epochs],)
-    ]
+            runs = [r for r in findings.runs if (r.key.method, r.key.epochs, r.key.learning_rate) == key]
+            if choice is not None:  # rates were compared on these seeds
+                runs = [run for run in runs if run.key.seed in choice.seeds] or runs
+            text = _validation_text(runs)
+            cells[short_rate(rate)] = f"[{text}]" if choice is not None and choice.learning_rate == rate else text
+        rows.append(cells)
+    records = []
+    for run in findings.runs:
+        choice = findings.choices[run.key.method, run.key.epochs]
+        is_chosen = choice is not None and choice.learning_rate == run.key.learning_rate
+        records.append(
+            {
+                "method": run.key.method,
+                "epochs": run.key.epochs,
+                "learning_rate": run.key.learning_rate,
+                "seed": run.key.seed,
+                "status": run.status,
+                "validation_nll": run.validation_nll,
+                "chosen": is_chosen,
+                "edge": choice.edge if choice is not None and is_chosen else None,
+            }
+        )
     title = "Validation NLL by learning rate, the chosen one in brackets, on the seeds that all of them ran with"
-    return Table("learning_rates", title, ["method", "epochs", *map(short_rate, rates)], rows, records)
+    return Table("learning_rates", title, pd.DataFrame(rows), records)
 
 
-def markdown(table: Table) -> str:
-    """A title and a pipe table."""
-    lines = [
-        f"**{table.title}**",
-        "",
-        "| " + " | ".join(table.headings) + " |",
-        "|" + "".join("---|" if heading in _TEXT else "---:|" for heading in table.headings),
-        *("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in table.rows),
-    ]
-    return "\n".join(lines) + "\n"
+def _validation_text(runs: Sequence[Run]) -> str:
+    values = [run.validation_nll for run in runs if run.status == "done" and run.validation_nll is not None]
+    mean = spread(values)
+    return NONE if not runs else "failed" if mean is None else f"{mean.mean:.4f}"
 
 
-def csv_text(table: Table) -> str:
-    """The records, with a heading; an absent number is an empty cell."""
-    headings = list(dict.fromkeys(key for record in table.records for key in record))
-    file = io.StringIO()
-    writer = csv.DictWriter(file, headings, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: _rounded(value) for key, value in record.items()} for record in table.records)
-    return file.getvalue()
-
-
-def json_records(table: Table) -> list[Record]:
-    """The records, rounded, with None for what is no number."""
-    return [{key: _finite(_rounded(value)) for key, value in record.items()} for record in table.records]
-
-
-def latex(table: Table) -> str:
-    """A floating table that needs booktabs and graphicx, as wide as the text."""
-    columns = "".join("l" if heading in _TEXT else "r" for heading in table.headings)
-    lines = [
-        r"\begin{table}[htbp]",
-        r"\centering",
-        r"\scriptsize",
-        rf"\caption{{{_tex(table.title)}.}}",
-        rf"\label{{tab:{table.name}}}",
-        r"\resizebox{\textwidth}{!}{%",
-        rf"\begin{{tabular}}{{{columns}}}",
-        r"\toprule",
-        " & ".join(rf"\textbf{{{_tex(heading)}}}" for heading in table.headings) + r" \\",
-        r"\midrule",
-        *(" & ".join(map(_tex, row)) + r" \\" for row in table.rows),
-        r"\bottomrule",
-        r"\end{tabular}",
-        "}",
-        r"\end{table}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-_TEX = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "–": "--",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "λ": r"$\lambda$",
-    "β": r"$\beta$",
-    "‡": r"$^\ddagger$",
-    "<": r"$<$",
-    ">": r"$>$",
-}
-
-
-def _tex(text: str) -> str:
-    if rate := re.fullmatch(r"(\d(?:\.\d+)?)e(-?\d+)", text):
-        factor, power = rate.groups()
-        return f"$10^{{{power}}}$" if factor == "1" else rf"${factor}\cdot10^{{{power}}}$"
-    # A row that starts with a bracket would be an argument of the \\ before it.
-    return re.sub(r"^\[", "{[}", "".join(_TEX.get(sign, sign) for sign in text))
-
-
-_HEAD = ["method", "epochs", "learning rate"]
-# Over which the scores' ± is, where not all seeds that were trained were scored.
-_SCORED = "seeds scored"
-# Headings of columns that are set flush left.
-_TEXT = {"method", "of", "verdict", "by seed"}
+_INTERVAL = f"{CONFIDENCE:.0%} interval"
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A method, or the model before training."""
+    """What all tables say of a method or of the model before training, for which `seeds` is None."""
 
-    cells: list[str]
+    cells: Cells
     record: Record
     seeds: int | None
     validation_nll: Spread | None
     scores: list[Scores]
 
     @property
-    def scored(self) -> str:
-        return str(len(self.scores)) if self.seeds else "–"
+    def scored_cells(self) -> Cells:
+        return {SEEDS_SCORED: str(len(self.scores)) if self.seeds else NONE}
 
     @property
     def scored_record(self) -> Record:
@@ -389,66 +325,72 @@ class _Line:
     @classmethod
     def of(cls, result: Result) -> "_Line":
         choice = result.choice
-        cells = [choice.method, f"{choice.epochs:g}", short_rate(choice.learning_rate)]
+        cells = _head(choice.method, f"{choice.epochs:g}", short_rate(choice.learning_rate))
         record = {"method": choice.method, "epochs": choice.epochs, "learning_rate": choice.learning_rate}
         nll = result.over_seeds(lambda run: run.validation_nll)
         return cls(cells, record, len(result.runs), nll, list(result.scores.values()))
 
 
-def _lines(found: Findings, always_base: bool = False) -> list[_Line]:
-    lines = [_Line.of(result) for result in found.results]
-    if found.base is not None or always_base:
-        nll = spread([found.base_validation_nll] if found.base_validation_nll is not None else [])
+def _lines(findings: Findings, always_base: bool = False) -> list[_Line]:
+    """The model before training, if it was scored or `always_base`, and the results."""
+    lines = [_Line.of(result) for result in findings.results]
+    if findings.base is not None or always_base:
+        nll = spread([findings.base_validation_nll] if findings.base_validation_nll is not None else [])
         record = {"method": "base", "epochs": None, "learning_rate": None}
-        lines.insert(0, _Line([BASE, "–", "–"], record, None, nll, [found.base] if found.base else []))
+        base_scores = [findings.base] if findings.base else []
+        lines.insert(0, _Line(_head(BASE, NONE, NONE), record, None, nll, base_scores))
     return lines
 
 
-def _shares(scores: Sequence[Scores], rule: str, clean: bool) -> dict[str, Any]:
-    return accuracies(scores, _RULES[rule], clean)
+def _head(method: str, epochs: str, learning_rate: str) -> Cells:
+    return {"method": method, "epochs": epochs, "learning rate": learning_rate}
 
 
-def _perplexity(nlls: dict[str, Any], name: str) -> Spread | None:
-    return spread(np.exp(nlls[name])) if name in nlls else None
+def _accuracies(line: _Line, rule: str, clean: bool) -> dict[str, Any]:
+    return accuracies(line.scores, _RULES[rule], clean)
 
 
-def _seeds(result: Result) -> str:
+def _scored_seeds(result: Result) -> str:
     return " ".join(map(str, sorted(result.scores)))
 
 
-def _one(values: set[int | None]) -> int | None:
-    """The number that all runs agree on; where they do not, the largest."""
+def _largest(values: Iterable[int | None]) -> int | None:
+    """The number on which all runs agree; the largest where they do not."""
     return max((value for value in values if value is not None), default=None)
 
 
-def _shown(value: Spread | None, pattern: str) -> str:
+def _text(value: Spread | None, pattern: str) -> str:
+    """Mean ± standard deviation."""
     if value is None:
-        return "–"
+        return NONE
     deviation = "" if value.deviation is None else f" ± {pattern.format(value.deviation)}"
     return pattern.format(value.mean) + deviation
 
 
-def _both(everything: Spread | None, clean: Spread | None) -> str:
-    """Accuracies in percent."""
-    parts = [
-        _shown(None if each is None else Spread(100 * each.mean, _times(each.deviation, 100), each.count), "{:.2f}")
-        for each in (everything, clean)
-    ]
-    return " / ".join(parts)
+def _percentages(everything: Spread | None, clean: Spread | None) -> str:
+    """Shares of all and of clean items in percent."""
+
+    def scaled(share: Spread | None) -> Spread | None:
+        if share is None:
+            return None
+        return Spread(100 * share.mean, None if share.deviation is None else 100 * share.deviation, share.count)
+
+    return f"{_text(scaled(everything), '{:.2f}')} / {_text(scaled(clean), '{:.2f}')}"
 
 
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else factor * value
+def _by_seed_text(by_seed: dict[int, float], digits: int) -> str:
+    return ", ".join(f"{seed}: {value:+.{digits}f}" for seed, value in by_seed.items()) or NONE
 
 
-def _spread(name: str, value: Spread | None) -> Record:
-    mean, deviation = (value.mean, value.deviation) if value is not None else (None, None)
-    return {name: mean, f"{name}_sd": deviation}
+def _by_seed_record(by_seed: dict[int, float]) -> str:
+    return " ".join(f"{seed}:{rounded(value)}" for seed, value in by_seed.items())
 
 
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+def _numbers(name: str, value: Spread | None) -> Record:
+    """Mean and standard deviation as columns NAME and NAME_sd."""
+    return {name: value and value.mean, f"{name}_sd": value and value.deviation}
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def rounded(value: Any) -> Any:
+    """Round a float to DIGITS significant digits; other values as they are."""
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
