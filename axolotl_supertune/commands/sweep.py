@@ -48,7 +48,8 @@ def sweep(
     """
     from rich.console import Console
 
-    from ..grid.sweep.jobs import Devices, OutOfTime, Signalled, visible_gpus
+    from ..grid.sweep.devices import Devices, visible_gpus
+    from ..grid.sweep.jobs import OutOfTime, Signalled
     from ..grid.sweep.sweep import Sweep, disk_errors
 
     console = Console(highlight=False)

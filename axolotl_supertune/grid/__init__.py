@@ -1,1 +1,1 @@
-"""Grids of runs: training them, and reporting what they gave."""
+"""Grids of runs: `sweep` trains, chooses and scores them, `report` shows what they gave."""

@@ -1,4 +1,4 @@
-"""Which learning rate each method gets: by validation NLL alone. No argument here holds a test score."""
+"""Chooses each method's learning rate by validation NLL. Test scores are no argument here."""
 
 import math
 from collections import defaultdict
@@ -11,9 +11,9 @@ from .records import Run, RunKey
 
 @dataclass(frozen=True)
 class Trial:
-    """All that a choice knows of a run.
+    """What the choice of a rate knows of a run.
 
-    validation_nll: None, NaN or infinite where the run failed, diverged or was not evaluated.
+    validation_nll: nats a token; None if the run failed or was not evaluated, NaN or infinite if it diverged.
     """
 
     key: RunKey
@@ -34,11 +34,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """A method's rate.
+    """The chosen rate of a method.
 
-    validation_nll: at that rate, the mean over `seeds`.
-    seeds: on which the rates were compared.
-    tried: all rates of the method, those that failed included, ascending.
+    validation_nll: the mean over `seeds` at that rate, in nats a token.
+    seeds: the seeds on which the rates were compared.
+    tried: all rates of the method, including those of failed runs, ascending.
     """
 
     method: str
@@ -50,24 +50,24 @@ class Choice:
 
     @property
     def edge(self) -> Literal["lowest", "highest", "only"] | None:
-        """Where in its grid the rate lies, if not between two others."""
+        """Whether the rate is the lowest, the highest or the only one that was tried; None between two others."""
         if len(self.tried) == 1:
             return "only"
         return {self.tried[0]: "lowest", self.tried[-1]: "highest"}.get(self.learning_rate)  # type: ignore[return-value]
 
 
 def choose_rates(trials: Iterable[Trial]) -> dict[tuple[str, float], Choice | None]:
-    """For each method and number of epochs the rate of the lowest mean validation NLL; ties go to the lower rate.
+    """Choose for each method and number of epochs the rate with the lowest mean validation NLL; ties: the lower rate.
 
-    Rates are compared on equal terms, that is on the seeds that the same rates were trained with: of all seeds the one
-    with the most usable rates (ties: the lower seed), and those that have exactly the same ones. A rate that diverged
-    on one of the seeds with the most rates tried is no choice, however good on others; the only rate that was tried
-    stays one, by its other seeds. Seeds that were added at the chosen rate alone later, where several were tried, so
-    never change the choice; those that were added at two rates, because the choice moved in between, could. Sweep and
-    report therefore give the runs of the grid's first stage and no others.
+    Rates are compared only on seeds with the same usable rates: the seed with the most of them (ties: the lower seed),
+    and all seeds with exactly those. A rate that diverged on one of the seeds with the most tried rates is excluded,
+    unless it is the only rate of the method, which is then judged by its other seeds.
+
+    Seeds that are added later at the chosen rate therefore never change a choice among several rates. Seeds added at
+    two rates, because the choice moved in between, could; so callers pass the runs of the grid's first stage only.
 
     Returns:
-        By (method, epochs), sorted; None where no run can be used.
+        Choices by (method, epochs), sorted; None where no run is usable.
     """
     methods: dict[tuple[str, float], list[Trial]] = defaultdict(list)
     for trial in trials:
@@ -76,23 +76,23 @@ def choose_rates(trials: Iterable[Trial]) -> dict[tuple[str, float], Choice | No
 
 
 def _choose(method: str, epochs: float, trials: list[Trial]) -> Choice | None:
-    tried_with: dict[int, set[float]] = defaultdict(set)
+    tried_by_seed: dict[int, set[float]] = defaultdict(set)
     for trial in trials:
-        tried_with[trial.key.seed].add(trial.key.learning_rate)
-    widest = max(len(rates) for rates in tried_with.values())
+        tried_by_seed[trial.key.seed].add(trial.key.learning_rate)
+    most = max(len(rates) for rates in tried_by_seed.values())
     diverged = {
-        trial.key.learning_rate for trial in trials if trial.diverged and len(tried_with[trial.key.seed]) == widest > 1
+        trial.key.learning_rate for trial in trials if trial.diverged and len(tried_by_seed[trial.key.seed]) == most > 1
     }
-    found: dict[int, dict[float, float]] = defaultdict(dict)
+    nlls: dict[int, dict[float, float]] = defaultdict(dict)  # by seed and rate
     for trial in trials:
         if trial.usable and trial.key.learning_rate not in diverged:
             assert trial.validation_nll is not None
-            found[trial.key.seed][trial.key.learning_rate] = trial.validation_nll
-    if not found:
+            nlls[trial.key.seed][trial.key.learning_rate] = trial.validation_nll
+    if not nlls:
         return None
-    rates = found[min(found, key=lambda seed: (-len(found[seed]), seed))].keys()
-    seeds = sorted(seed for seed in found if found[seed].keys() == rates)
-    means = {rate: math.fsum(found[seed][rate] for seed in seeds) / len(seeds) for rate in rates}
+    rates = nlls[min(nlls, key=lambda seed: (-len(nlls[seed]), seed))].keys()
+    seeds = sorted(seed for seed in nlls if nlls[seed].keys() == rates)
+    means = {rate: math.fsum(nlls[seed][rate] for seed in seeds) / len(seeds) for rate in rates}
     best = min(means, key=lambda rate: (means[rate], rate))
     tried = tuple(sorted({trial.key.learning_rate for trial in trials}))
     return Choice(method, epochs, best, means[best], tuple(seeds), tried)

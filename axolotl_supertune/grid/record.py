@@ -1,4 +1,7 @@
-"""The Axolotl plugin that a sweep puts into every YAML: it writes a run's run.json, as the last thing the run does."""
+"""Axolotl plugin that records a run of a grid: `sweep` adds it to every YAML, and it writes the run's run.json.
+
+Recorded YAMLs name the class by this module's path.
+"""
 
 import json
 import math
@@ -21,31 +24,32 @@ from ..plugin.create import seed_of
 from .records import RUN_FILE, Run
 
 VARIABLE = "SUPERTUNE_RUN"
-"""The environment variable with what the sweep knows of the run: key, config_sha256, setup, jobs_per_gpu, as JSON."""
+"""Environment variable with fields of `Run` that the sweep knows, as JSON: key, config_sha256, setup, jobs_per_gpu."""
 PACKAGES = ("axolotl-supertune", "axolotl", "peft", "transformers", "torch", "lm_eval")
 NLL = "validation_nll"
+"""Key of the validation NLL in the Trainer's log history."""
 
 
 def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """The versions of the packages that are there; of this one also where it is not installed but on the path."""
+    """Versions of the installed packages, and of this one even if it is only on the path."""
     from .. import __version__
 
-    found = {"axolotl-supertune": __version__}
+    versions = {"axolotl-supertune": __version__}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def device_name() -> str:
-    """The GPU's name, or cpu."""
+    """The GPU's name, or `cpu`."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 class RecordPlugin(BasePlugin):
-    """Has a run follow from its seed, be evaluated at its last step, and be recorded when its model is saved."""
+    """Makes a run depend on its seed alone, evaluates its last step, and writes run.json once the model is saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,15 +57,15 @@ class RecordPlugin(BasePlugin):
         self._saved = False
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
-        """Axolotl 0.19 draws LoRA's start before it seeds anything; 0.21 draws it anew from the seed."""
+        """Seed LoRA's initial weights where Axolotl does not: 0.19 draws them before it seeds anything."""
         if not draws_lora_by_name():
             torch.manual_seed(seed_of(cfg))
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
-        """One callback.
+        """The callback that measures the run.
 
         Raises:
-            ValueError: no sweep started this run, or it has nothing to be judged by.
+            ValueError: the run was not started by a sweep, or has no validation data.
         """
         if VARIABLE not in os.environ:
             raise ValueError(
@@ -74,17 +78,18 @@ class RecordPlugin(BasePlugin):
         return [self._record]
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        """Axolotl calls this twice: when training ends, and when everything is saved."""
+        """Write run.json at the second call: Axolotl calls this when training ends and again when all is saved."""
         if self._saved and self._record is not None:
             self._record.run().write(Path(cfg.output_dir).parent / RUN_FILE)
         self._saved = True
 
 
 class _Record(TrainerCallback):
-    """Measures what a `Run` holds.
+    """Measures the fields of a `Run` during training.
 
     Args:
-        trainer: its `prediction_step` is wrapped: the Trainer's own eval_loss is a mean of batches, whatever they hold.
+        trainer: its `prediction_step` is wrapped to weight losses by tokens; the Trainer's own eval_loss is the mean of
+            the batches' losses, whatever their numbers of tokens.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -97,19 +102,19 @@ class _Record(TrainerCallback):
         self._budget: int | None = None
         prediction_step = trainer.prediction_step
 
-        def weighed(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def sum_losses(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             tokens = (inputs["labels"][..., 1:] != -100).sum()
             step = prediction_step(model, inputs, *args, **kwargs)
             self._nats = self._nats + step[0].double() * tokens.to(step[0].device)
             self._tokens = self._tokens + tokens.to(step[0].device)
             return step
 
-        trainer.prediction_step = weighed
+        trainer.prediction_step = sum_losses
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._state, self._resumed = state, state.global_step > 0
         model = kwargs["model"]
-        self._trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        self._trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._budget = _budget(model)
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
@@ -118,18 +123,18 @@ class _Record(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_evaluate = True
         if args.device.type == "cuda" and (control.should_log or control.should_evaluate or control.should_save):
-            # Axolotl counts anew at every log.
+            # Axolotl resets the peak at every log.
             self._peak = max(self._peak, torch.cuda.max_memory_allocated(args.device))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # In the state's own history, which checkpoints keep.
+        # Checkpoints keep the state's log history.
         state.log_history.append({"step": state.global_step, NLL: float(self._nats) / max(int(self._tokens), 1)})
         self._nats, self._tokens = 0.0, 0
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
     def run(self) -> Run:
-        """All of it, when the model is saved."""
+        """The record, once the model is saved."""
         history = self._state.log_history
         process = psutil.Process()
         return Run(
@@ -137,7 +142,9 @@ class _Record(TrainerCallback):
             status="done",
             started=datetime.fromtimestamp(process.create_time(), UTC).isoformat(timespec="seconds"),
             seconds=time.time() - process.create_time(),
-            train_seconds=None if self._resumed else next(e["train_runtime"] for e in history if "train_runtime" in e),
+            train_seconds=None
+            if self._resumed
+            else next(entry["train_runtime"] for entry in history if "train_runtime" in entry),
             steps=self._state.global_step,
             trainable_parameters=self._trainable,
             budget_parameters=self._budget,
@@ -150,18 +157,21 @@ class _Record(TrainerCallback):
 
 
 def _last_by_step(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    """(step, value); a resumed run evaluates its checkpoint's step a second time."""
-    return sorted({int(each["step"]): float(each[key]) for each in history if key in each}.items())
+    """(step, value), ascending; of a step that was logged twice, as a resumed run does, the last value."""
+    return sorted({int(entry["step"]): float(entry[key]) for entry in history if key in entry}.items())
 
 
 def _budget(model: Any) -> int | None:
-    """Σ r0(c + b), or Σ ⌊p·c·b⌋, over the adapted layers; None without any."""
+    """Parameters that the budget allows, over the adapted layers; None without any.
+
+    Σ r0(out_features + in_features), or Σ ⌊density · out_features · in_features⌋.
+    """
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if not layers:
         return None
     config = model.peft_config["default"]
     density = getattr(config, "sparse_density", None)
     if density is not None:
-        return sum(math.floor(exact_fraction(density) * each.out_features * each.in_features) for each in layers)
+        return sum(math.floor(exact_fraction(density) * layer.out_features * layer.in_features) for layer in layers)
     r0 = getattr(config, "r0", None) or getattr(config, "r", None) or DEFAULT_R0
-    return sum(r0 * (each.out_features + each.in_features) for each in layers)
+    return sum(r0 * (layer.out_features + layer.in_features) for layer in layers)

@@ -1,15 +1,15 @@
-"""What a run of a grid leaves behind, and where: `sweep` writes it, `report` reads it and nothing else.
+"""The files that a grid's runs leave in RUNS_DIR: `sweep` writes them, `report` reads nothing else.
 
-RUNS_DIR/grid.json                    the grid, resolved: what is to be run, and with which YAML
-RUNS_DIR/prepared/DIGEST/             data sets as Axolotl tokenizes them, shared by the runs of the same files
-RUNS_DIR/calibration/                 activation norms, shared by the runs that calibrate alike
-RUNS_DIR/contamination.json           which test items the training data holds
-RUNS_DIR/base/scores.json             the model before training
+RUNS_DIR/grid.json                    the grid with every run's YAML
+RUNS_DIR/prepared/DIGEST/             tokenized data sets, shared by runs that tokenize the same files alike
+RUNS_DIR/calibration/                 activation norms, shared by runs that calibrate alike
+RUNS_DIR/contamination.json           which test items the training data contains
+RUNS_DIR/base/scores.json             scores of the model before training
 RUNS_DIR/METHOD/lr…-ep…-seed…/        one run:
     config.yml                        the YAML that `axolotl train` was given
-    log.txt                           what it printed
+    log.txt                           its output
     run.json                          a `Run`, written last: without it the run is not finished
-    scores.json                       `Scores`, where the run was scored; written last as well
+    scores.json                       `Scores`, if the run was scored
     adapter/                          Axolotl's output_dir
 """
 
@@ -29,16 +29,17 @@ SCORES_FILE = "scores.json"
 
 
 class _Record(BaseModel):
-    # A loss that diverged is NaN, which JSON has no word for and pydantic would write as null.
+    # A loss that diverged is NaN, which pydantic would otherwise write as null.
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     def write(self, path: Path) -> None:
+        """Write the record as JSON; the file is whole or absent."""
         with whole_file(path) as temporary:
             temporary.write_text(self.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
 
 
 class RunKey(BaseModel):
-    """What tells a run of a grid from all others."""
+    """Identifies a run within its grid."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,22 +55,22 @@ class RunKey(BaseModel):
 
 
 class Setup(BaseModel):
-    """What of a run's YAML says what is compared, beside the method: a report names it."""
+    """The conditions of a run that its method should share with the others, as a report shows them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     base_model: str
     datasets: tuple[str, ...] = ()
     test_datasets: tuple[str, ...] = ()
-    """Of the validation NLL."""
+    """The data of the validation NLL."""
     budget: str | None = None
-    """The key that sets it, with its value; None: full fine-tuning, or the YAML leaves it to a default."""
+    """The key that sets the budget, with its value; None for full fine-tuning, or if the YAML does not set it."""
     files: dict[str, str] | None = None
-    """sha256 of the local data and calibration text, by the path that the YAML names. None: not recorded."""
+    """sha256 of the local data and calibration text by the path in the YAML; None: not recorded (old records)."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], files: dict[str, str] | None = None) -> Self:
-        """Read it from a YAML's mapping, beside what the files held that it names."""
+        """Read the setup from a run's YAML, with the digests of its files."""
         revision = settings.get("revision_of_model")
         density = settings.get("sparse_density")
         budget = None if density is None else f"sparse_density {density}"
@@ -89,41 +90,41 @@ def _names(datasets: Any) -> tuple[str, ...]:
 
 
 class Run(_Record):
-    """One run that ended, well or not. Times in seconds, memory in GiB, losses in nats a target token."""
+    """A run that finished or failed. Times in seconds, memory in GiB, losses in nats a target token."""
 
     format: Literal[1] = 1
     key: RunKey
     status: Literal["done", "failed"]
     error: str | None = None
-    """The last lines of the log of a run that failed."""
+    """The last lines of a failed run's log."""
     config_sha256: str
     """Of config.yml."""
     setup: Setup | None = None
-    """None: recorded before there was such, and config.yml tells it."""
+    """None in old records; `read_runs` then reads it from config.yml."""
     started: str
     """ISO 8601, UTC."""
     seconds: float
-    """Of the whole process, the last one of a run that went on from a checkpoint."""
+    """Of the whole process; of a resumed run, its last process."""
     train_seconds: float | None = None
-    """Axolotl's train_runtime; None of a run that went on from a checkpoint, which took longer than that says."""
+    """Axolotl's train_runtime; None for a resumed run, of which it covers only the last part."""
     steps: int | None = None
     trainable_parameters: int | None = None
     budget_parameters: int | None = None
-    """What the method's budget allows: Σ r(c + b) over its layers. None: the method has no budget (full)."""
+    """Parameters that the budget allows, Σ r(out_features + in_features) over the layers; None without a budget."""
     peak_memory_gib: float | None = None
     """None on a CPU."""
     losses: list[tuple[int, float]] = []
     """(step, mean training loss)."""
     eval_losses: list[tuple[int, float]] = []
-    """(step, validation NLL); step 0 is the model before training."""
+    """(step, validation NLL), ascending; step 0 is the model before training."""
     jobs_per_gpu: int = 1
-    """Runs that shared the device: times are comparable only where it is 1."""
+    """Runs that shared the device; times are comparable only if it is 1."""
     device: str | None = None
     versions: dict[str, str] = {}
 
     @property
     def validation_nll(self) -> float | None:
-        """Of the model that the run ended with, which is the one that is scored; None where it was not evaluated."""
+        """Validation NLL of the final model, which is the one that is scored; None if it was not evaluated."""
         return self.eval_losses[-1][1] if self.eval_losses else None
 
 
@@ -131,17 +132,18 @@ _Bits = Annotated[str, StringConstraints(pattern="^[01]*$")]
 
 
 class BenchmarkScores(_Record):
-    """One benchmark, item by item, in the order of its file: item i of every run is the same question."""
+    """One benchmark, item by item in the order of its file: item i of every run is the same question."""
 
     correct: _Bits
-    """A character an item: 1 or 0, by the published rule."""
+    """One character per item, 1 if the answer is correct by the published rule, else 0."""
     correct_strict: _Bits
-    """The same by the corrected rule."""
+    """As `correct`, by the corrected rule."""
     clean: _Bits | None = None
-    """1 where the training data does not hold the item; None: no contamination report was given."""
+    """1 for items that the training data does not contain; None without a contamination report."""
     gold_nll: list[float] = []
-    """−log p of each gold target that `tasks.perplexity` scores, in nats."""
+    """−log p of each gold target of `tasks.perplexity`, in nats."""
     gold_tokens: list[int] = []
+    """Tokens of each gold target."""
 
     @model_validator(mode="after")
     def _one_item_each(self) -> Self:
@@ -156,20 +158,20 @@ class BenchmarkScores(_Record):
 
 
 class Scores(_Record):
-    """How one model answers the benchmarks."""
+    """One model's answers to the benchmarks."""
 
     format: Literal[1] = 1
     key: RunKey | None = None
     """None: the model before training."""
     benchmarks: dict[str, BenchmarkScores]
     limit: float | None = None
-    """Items a benchmark (below 1: a share) where not all were asked."""
+    """Items of each benchmark, or a share below 1; None: all."""
     asked: dict[str, Any] = {}
-    """What the grid's `score` says of how they were asked."""
+    """The keys of the grid's `score` that affect the scores."""
     base_model: str | None = None
-    """As `Setup` has it; None: not recorded."""
+    """As in `Setup`; None: not recorded (old records)."""
     files: dict[str, str] | None = None
-    """sha256 of the local training data that `clean` is about, by path; None: not recorded."""
+    """sha256 of the local training data that `clean` refers to, by path; None: not recorded (old records)."""
     seconds: float
     jobs_per_gpu: int = 1
     device: str | None = None
@@ -180,12 +182,13 @@ Record = TypeVar("Record", bound=_Record)
 
 
 def read_runs(runs_dir: Path) -> list[Run]:
-    """All finished runs, sorted by method, learning rate, epochs and seed; without a setup of their own with the one
-    that config.yml tells, if it is there.
+    """Read all ended runs, sorted by method, learning rate, epochs and seed.
+
+    A run without a recorded setup gets that of its config.yml, if there is one.
 
     Raises:
-        ValueError: a run.json is not a `Run`, or lies in another run's folder, or a config.yml that was needed is no
-            YAML of a run; names the file.
+        ValueError: a run.json is not a `Run` or is in another run's folder, or a needed config.yml is not a run's YAML;
+            names the file.
     """
     runs = []
     for path in runs_dir.glob(f"*/*/{RUN_FILE}"):
@@ -203,16 +206,24 @@ def _setup_in(path: Path) -> Setup:
     try:
         return Setup.of(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is no YAML of a run ({error!r}); put it back, or remove it.") from error
+        raise ValueError(f"{path} is not the YAML of a run ({error!r}); put it back, or remove it.") from error
 
 
 def read_run(path: Path) -> Run:
-    """Raises ValueError, which names the file, if it holds no `Run`."""
+    """Read a run.json.
+
+    Raises:
+        ValueError: it is not a `Run`; names the file.
+    """
     return _read(Run, path)
 
 
 def read_scores(path: Path) -> Scores:
-    """Raises ValueError, which names the file, if it holds no `Scores`."""
+    """Read a scores.json.
+
+    Raises:
+        ValueError: it is not `Scores`; names the file.
+    """
     return _read(Scores, path)
 
 
@@ -220,10 +231,12 @@ def _read(kind: type[Record], path: Path) -> Record:
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no {kind.__name__} of a grid ({error}); remove it to run this again.") from error
+        raise ValueError(
+            f"{path} is not a {kind.__name__} record of a grid ({error}); remove it to run this again."
+        ) from error
 
 
 def last_words(text: str) -> str:
-    """The last line of a log that is neither empty nor a progress bar; "" where there is none."""
+    """The last line of a log that is neither empty nor a progress bar; "" without one."""
     lines = [line.rpartition("\r")[2].strip() for line in text.split("\n")]
     return next((line for line in reversed(lines) if line and "%|" not in line), "")

@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from axolotl_supertune.grid.records import read_runs, read_scores
-from axolotl_supertune.grid.sweep.jobs import Devices, visible_gpus
+from axolotl_supertune.grid.sweep.devices import Devices, visible_gpus
 from axolotl_supertune.grid.sweep.sweep import Sweep
 
 PACKAGE = Path(__file__).parents[2]

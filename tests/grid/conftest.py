@@ -53,13 +53,16 @@ class Stage:
         self.printed = ""
 
     def sweep(self, grid, devices=None, until="score", **options):
-        from axolotl_supertune.grid.sweep.jobs import Devices
+        from axolotl_supertune.grid.sweep.devices import Devices
+        from axolotl_supertune.grid.sweep.run_jobs import Commands
         from axolotl_supertune.grid.sweep.sweep import Sweep
 
         self.write_plan()
         out = io.StringIO()
         try:
-            sweep = Sweep(grid, devices or Devices(()), Console(file=out, width=200), **COMMANDS, **options)
+            sweep = Sweep(
+                grid, devices or Devices(()), Console(file=out, width=200), commands=Commands(**COMMANDS), **options
+            )
             return sweep.sweep(until)
         finally:
             self.printed = out.getvalue()

@@ -10,8 +10,9 @@ from grid_cases import MAGNITUDE
 
 from axolotl_supertune.grid.config import GridError
 from axolotl_supertune.grid.records import Run, read_run, read_runs, read_scores
+from axolotl_supertune.grid.sweep.devices import Devices
 from axolotl_supertune.grid.sweep.file_digests import FileDigests, data_paths, digest
-from axolotl_supertune.grid.sweep.jobs import Devices, Signalled
+from axolotl_supertune.grid.sweep.jobs import Signalled
 from axolotl_supertune.grid.sweep.sweep import Sweep
 
 RUNS = Path("runs")
@@ -35,7 +36,7 @@ def test_finished_runs_of_another_file_are_refused(stage, write_grid, name, runs
     grid = write_grid(base, methods=WANDA, learning_rates=[1e-3, 1e-2])
     count = 2 if runs == "lora" else 1
     message = (
-        rf"finished runs .* \({count}\):\n  runs/{runs}/lr0.001-ep1-seed0: {name}: sha256 \w{{12}} there, .*\n.*Put"
+        rf"finished runs .* \({count}\):\n  runs/{runs}/lr0.001-ep1-seed0: {name}: sha256 \w{{12}} recorded, .*\n.*Put"
     )
     for act in (lambda: stage.sweep(grid), lambda: Sweep(grid, Devices(()), None).plan()):
         with pytest.raises(GridError, match=f"(?s){message}"):
@@ -238,7 +239,7 @@ def test_all_runs_are_named_or_counted_that_differ(stage, write_grid):
         stage.sweep(write_grid({"micro_batch_size": 8}, learning_rates=[1, 2, 3, 4]))
     lines = str(error.value).splitlines()
     assert "(8)" in lines[0]
-    assert len([line for line in lines if "micro_batch_size: 4 there, 8 now" in line]) == 5
+    assert len([line for line in lines if "micro_batch_size: 4 recorded, 8 now" in line]) == 5
     assert lines[-2:-1] == ["  and 3 more"]
 
 
@@ -250,7 +251,7 @@ def test_a_run_without_its_yaml_is_told_as_that(stage, write_grid):
     with pytest.raises(GridError, match=r"runs/lora/lr0.001-ep1-seed0: there is no config.yml"):
         stage.sweep(grid)
     path.write_text("a: [")
-    with pytest.raises(GridError, match=r"runs/lora/lr0.001-ep1-seed0/config.yml is no YAML"):
+    with pytest.raises(GridError, match=r"runs/lora/lr0.001-ep1-seed0/config.yml is not valid YAML"):
         stage.sweep(grid)
 
 
@@ -264,7 +265,7 @@ def test_scores_of_another_base_model_are_refused(stage, write_grid, fails):
         shutil.rmtree(RUNS / method)
     stage.calls()
     grid = write_grid({"base_model": "another"}, learning_rates=[1e-3])
-    message = r"runs/base/scores.json: base_model: base there, another now\n.* remove those scores.json"
+    message = r"runs/base/scores.json: base_model: base recorded, another now\n.* remove those scores.json"
     with pytest.raises(GridError, match=message):
         stage.sweep(grid, retry_failed=True)
     assert stage.calls() == []

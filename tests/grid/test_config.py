@@ -4,7 +4,8 @@ import pytest
 import yaml
 from grid_cases import MAGNITUDE
 
-from axolotl_supertune.grid.config import RECORD, SUPERTUNE, GridError, check_keys, read_grid
+from axolotl_supertune.grid.config import RECORD, SUPERTUNE, GridError
+from axolotl_supertune.grid.read_config import check_keys, read_grid
 from axolotl_supertune.grid.records import RunKey
 
 
@@ -70,16 +71,19 @@ def test_names_without_keys_are_taken_from_another_file(write_grid, tmp_path, me
         ({"learning_rates": None}, "learning_rates: the key is missing"),
         ({"learning_rates": []}, "learning_rates: []: "),
         ({"learning_rates": [0]}, "learning_rates.0: 0: Input should be greater than 0"),
-        ({"learning_rates": [1e-3, "1.0000001e-3"]}, "learning_rates: 0.001 is there twice"),
+        ({"learning_rates": [1e-3, "1.0000001e-3"]}, "learning_rates: 0.001 is given twice"),
         ({"seeds": [-1]}, "seeds.0: -1: "),
-        ({"epochs": [1, 1.0]}, "epochs: 1 is there twice"),
-        ({"seeds": [10**6, 10**6]}, "seeds: 1000000 is there twice"),
-        ({"learning_rates": [True]}, "learning_rates.0: True: is no number"),
-        ({"epochs": [True]}, "epochs.0: True: is no number"),
-        ({"score": {"batch_size": True}}, "score.batch_size: True: is no number"),
-        ({"score": {"limit": True}}, "score.limit: True: is no number"),
-        ({"score": {"limit": 1.5}}, "score.limit: 1.5: is no number of items; give a whole one, or below 1 a share"),
-        ({"chosen": {"leading": True}}, "chosen.leading: True: is no number"),
+        ({"epochs": [1, 1.0]}, "epochs: 1 is given twice"),
+        ({"seeds": [10**6, 10**6]}, "seeds: 1000000 is given twice"),
+        ({"learning_rates": [True]}, "learning_rates.0: True: is not a number"),
+        ({"epochs": [True]}, "epochs.0: True: is not a number"),
+        ({"score": {"batch_size": True}}, "score.batch_size: True: is not a number"),
+        ({"score": {"limit": True}}, "score.limit: True: is not a number"),
+        (
+            {"score": {"limit": 1.5}},
+            "score.limit: 1.5: is not a number of items; give a whole number, or a share below 1",
+        ),
+        ({"chosen": {"leading": True}}, "chosen.leading: True: is not a number"),
         ({"methods": {"report": MAGNITUDE}}, "'report' cannot be the name of a folder"),
         ({"methods": {"grid.json": MAGNITUDE}}, "'grid.json' cannot be the name of a folder"),
         ({"methods": {"contamination.json": MAGNITUDE}}, "'contamination.json' cannot be the name of a folder"),
@@ -93,21 +97,21 @@ def test_names_without_keys_are_taken_from_another_file(write_grid, tmp_path, me
             "learning_rates: the key is missing, and methods.b has none of its own",
         ),
         ({"methods": {}}, "methods: "),
-        ({"methods": ["lora", "lora"]}, "methods: lora is there twice"),
+        ({"methods": ["lora", "lora"]}, "methods: lora is given twice"),
         ({"methods": 3}, "methods: a list of names"),
         ({"methods": {"m": {}}}, "methods.m: adapter: the key is missing; name one, or write adapter: null"),
         ({"methods": {"m": {"lora_r": 4}}}, "methods.m: adapter: the key is missing"),
-        ({"chosen": {"seeds": [1, 1]}}, "chosen.seeds: 1 is there twice"),
+        ({"chosen": {"seeds": [1, 1]}}, "chosen.seeds: 1 is given twice"),
         ({"seeds": [True]}, "seeds.0: True: "),
         ({"methods": {"../up": MAGNITUDE}}, "'../up' cannot be the name of a folder"),
         ({"methods": {"prepared": MAGNITUDE}}, "'prepared' cannot be the name of a folder"),
         ({"methods": {"m": {"settings": MAGNITUDE, "rates": [1]}}}, "methods.m.rates: [1] is not a key"),
-        ({"methods": {"m": {**MAGNITUDE, "seed": 3}}}, "methods.m: seed: 3 is the grid's to say"),
-        ({"methods": {"m": {**MAGNITUDE, "max_steps": 3}}}, "methods.m: max_steps: 3 does not go with a grid"),
-        ({"chosen": {"methods": ["full"]}}, "chosen.methods: full is none of methods (lora, magnitude)"),
+        ({"methods": {"m": {**MAGNITUDE, "seed": 3}}}, "methods.m: seed: 3 is set by the grid"),
+        ({"methods": {"m": {**MAGNITUDE, "max_steps": 3}}}, "methods.m: max_steps: 3 cannot be used in a grid"),
+        ({"chosen": {"methods": ["full"]}}, "chosen.methods: full is not one of methods (lora, magnitude)"),
         ({"keep": "none"}, "keep: 'none': Input should be 'all' or 'chosen'"),
         ({"score": {"runs": True}}, "score.runs: True: "),
-        ({"base": {"val_set_size": 0.1}}, "base.yml: val_set_size: 0.1 does not go with a grid"),
+        ({"base": {"val_set_size": 0.1}}, "base.yml: val_set_size: 0.1 cannot be used in a grid"),
         ({"base": {"test_datasets": None}}, "base.yml: test_datasets: the key is missing"),
         ({"base": {"base_model": None}}, "base.yml: base_model: the key is missing"),
         ({"base": {"load_in_4bit": True}}, "load_in_4bit: True cannot be scored"),
@@ -180,7 +184,9 @@ def test_a_key_that_is_there_twice_is_refused(write_grid, file, text, key):
     """YAML would take the last one."""
     path = write_grid()
     path.with_name(file).write_text(text)
-    with pytest.raises(GridError, match=rf"{file} is no YAML: the key {key} is there twice; drop one(.|\n)*line \d"):
+    with pytest.raises(
+        GridError, match=rf"{file} is not valid YAML: the key {key} is given twice; drop one(.|\n)*line \d"
+    ):
         read_grid(path)
 
 
@@ -191,7 +197,7 @@ def test_a_key_over_a_merged_one_is_no_second_one(write_grid):
     assert read_grid(path).base_settings["other"] == {"a": 3, "b": 2}
 
 
-@pytest.mark.parametrize(("text", "message"), [("- a", "holds list"), ("a: [", "is no YAML")])
+@pytest.mark.parametrize(("text", "message"), [("- a", "holds list, not a mapping"), ("a: [", "is not valid YAML")])
 def test_what_is_no_mapping_is_refused(write_grid, text, message):
     path = write_grid()
     path.write_text(text)
@@ -204,7 +210,7 @@ def test_a_key_that_axolotl_would_drop_is_refused(write_grid):
     grid = read_grid(path)
     known = {*grid.base_settings, "adapter", "lora_dropout"}
     with pytest.raises(
-        GridError, match=r"methods.lora: lora_drop_out: 0.1 is no key of .*; did you mean lora_dropout\?"
+        GridError, match=r"methods.lora: lora_drop_out: 0.1 is not a key of .*; did you mean lora_dropout\?"
     ):
         check_keys(grid, path, known)
     check_keys(grid, path, {*known, "lora_drop_out"})

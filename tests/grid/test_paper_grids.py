@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from axolotl_supertune.grid.config import read_grid
+from axolotl_supertune.grid.read_config import read_grid
 from axolotl_supertune.grid.records import RunKey
-from axolotl_supertune.grid.sweep.jobs import Devices
+from axolotl_supertune.grid.sweep.devices import Devices
 from axolotl_supertune.grid.sweep.state import SweepState
 from axolotl_supertune.grid.sweep.sweep import Sweep
 
@@ -42,13 +42,13 @@ def test_a_grid_can_be_run_as_it_is(name, tmp_path, monkeypatch):
     assert {key.method for key in on_training_set} == (
         {"super-top-on-training-set", "super-bottom-on-training-set"} if name == "smollm2-135m" else set()
     )
-    wanda = {key for key in keys if present.norms(key)} - on_training_set
+    wanda = {key for key in keys if present.settings.norms(key)} - on_training_set
     two_rates = {key for key in wanda if key.method.endswith("-two-rates")}
     assert bool(two_rates) == (name == "smollm2-135m")
     expected = {"super-top", "super-bottom", "super-hybrid", "supra"} | ({"supra-top"} if not two_rates else set())
     assert {key.method.rstrip("0123456789.-") for key in wanda - two_rates} == expected
-    assert len({present.norms(key) for key in wanda}) == 1, "one calibration for all"
-    assert not {present.norms(key) for key in wanda} & {present.norms(key) for key in on_training_set}
+    assert len({present.settings.norms(key) for key in wanda}) == 1, "one calibration for all"
+    assert not {present.settings.norms(key) for key in wanda} & {present.settings.norms(key) for key in on_training_set}
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -20,7 +20,8 @@ from grid_cases import MAGNITUDE
 from axolotl_supertune.commands.cli import supertune
 from axolotl_supertune.grid.config import GridError
 from axolotl_supertune.grid.records import read_runs, read_scores
-from axolotl_supertune.grid.sweep.jobs import Devices, OutOfTime, Signalled, visible_gpus
+from axolotl_supertune.grid.sweep.devices import Devices, visible_gpus
+from axolotl_supertune.grid.sweep.jobs import OutOfTime, Signalled
 from axolotl_supertune.grid.sweep.sweep import Sweep
 
 RUNS = Path("runs")
@@ -179,7 +180,7 @@ def test_a_finished_run_with_another_yaml_is_an_error_that_names_the_difference(
     grid = write_grid(base={"micro_batch_size": 2})
     expected = (
         rf"runs: finished runs were trained otherwise than {grid} says now \(4\):\n"
-        r"  runs/lora/lr0.0001-ep1-seed0: micro_batch_size: 4 there, 2 now\n(  runs/.*\n){3}Put"
+        r"  runs/lora/lr0.0001-ep1-seed0: micro_batch_size: 4 recorded, 2 now\n(  runs/.*\n){3}Put"
     )
     with pytest.raises(GridError, match=expected):
         stage.sweep(grid)
@@ -242,7 +243,7 @@ def test_a_seed_that_diverged_decides_against_its_rate_and_is_not_scored(stage, 
 
 def test_scores_that_were_asked_otherwise_are_an_error(stage, write_grid):
     assert stage.sweep(write_grid(score={"limit": 2}))
-    with pytest.raises(GridError, match=r"base/scores.json: score.limit: 2.0 there, None now\n"):
+    with pytest.raises(GridError, match=r"base/scores.json: score.limit: 2.0 recorded, None now\n"):
         stage.sweep(write_grid())
     with pytest.raises(GridError, match=r"base/scores.json: score.limit"):
         Sweep(write_grid(), Devices(()), None).plan()
@@ -406,7 +407,7 @@ def test_what_the_plugin_refuses_is_refused_before_anything_runs(stage, write_gr
             {"adapter": "lora", "mask_score": "wanda"},
             r"methods.bad: mask_score: wanda has no effect with adapter: lora",
         ),
-        ({"adapter": "lora", "lora_rr": 3}, r"methods.bad: lora_rr: 3 is no key of .*; did you mean lora_r\?"),
+        ({"adapter": "lora", "lora_rr": 3}, r"methods.bad: lora_rr: 3 is not a key of .*; did you mean lora_r\?"),
         ({"adapter": "lora", "plugins": ["gone.Plugin"]}, "plugins: gone.Plugin cannot be loaded"),
     ):
         with pytest.raises(GridError, match=message):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from axolotl_supertune.grid.config import read_grid
+from axolotl_supertune.grid.read_config import read_grid
 
 PAPER = Path(__file__).parents[2] / "examples" / "paper"
 

@@ -1,4 +1,4 @@
-"""What the files hold that a run reads: two texts of one name are two."""
+"""sha256 of the local files that runs read, so that changed files of the same name are noticed."""
 
 import hashlib
 import json
@@ -10,46 +10,46 @@ from ...method.calibration_data import TRAINING_SET
 
 
 class FileDigests:
-    """sha256 of local files and folders, each read once: a sweep is about what they held when it began."""
+    """sha256 of files and folders; each is read once, so that all stages of a sweep see it as it was at the start."""
 
     def __init__(self) -> None:
-        self._read: dict[str, str | None] = {}
+        self._digests: dict[str, str | None] = {}
 
     def of(self, paths: Iterable[str]) -> dict[str, str]:
-        """By path, of those that are there: names on the hub are not.
+        """Digests by path, of the paths that exist locally; datasets on the hub are left out.
 
         Raises:
             OSError: a file cannot be read.
         """
-        found = {path: self._of(path) for path in paths}
-        return {path: digest for path, digest in found.items() if digest is not None}
+        digests = {path: self._of(path) for path in paths}
+        return {path: digest for path, digest in digests.items() if digest is not None}
 
-    def _of(self, path: str) -> str | None:
-        if path not in self._read:
-            place = Path(path)
-            self._read[path] = _of_folder(place) if place.is_dir() else _of_file(place) if place.is_file() else None
-        return self._read[path]
+    def _of(self, name: str) -> str | None:
+        if name not in self._digests:
+            path = Path(name)
+            self._digests[name] = _of_folder(path) if path.is_dir() else _of_file(path) if path.is_file() else None
+        return self._digests[name]
 
 
-def digest(found: Any) -> str:
-    """Twelve hexadecimal digits, for the name of what is made from this."""
-    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:12]
+def digest(content: Any) -> str:
+    """Twelve hexadecimal digits of a JSON-like value, to name what is made from it."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def data_paths(settings: Mapping[str, Any], keys: tuple[str, ...] = ("datasets", "test_datasets")) -> list[str]:
-    """Training and validation data, as a YAML names them."""
-    return [path for key in keys for each in settings.get(key) or () for path in _named(each)]
+    """The paths and data_files of a YAML's datasets."""
+    return [path for key in keys for dataset in settings.get(key) or () for path in _paths_of(dataset)]
 
 
 def calibration_paths(settings: Mapping[str, Any]) -> list[str]:
-    """What the activation norms of a YAML are measured on."""
+    """The files on which a YAML's activation norms are measured."""
     source = settings.get("calibration_dataset")
     if source == TRAINING_SET:
         return data_paths(settings, ("datasets",))
     return [source] if isinstance(source, str) else []
 
 
-def _named(dataset: Any) -> Iterator[str]:
+def _paths_of(dataset: Any) -> Iterator[str]:
     if isinstance(dataset, Mapping):
         files = dataset.get("data_files")
         for name in (dataset.get("path"), *(files if isinstance(files, (list, tuple)) else [files])):
@@ -63,11 +63,12 @@ def _of_file(path: Path) -> str:
 
 
 def _of_folder(folder: Path) -> str:
-    whole = hashlib.sha256()
+    """Digest of the names and contents of all files in a folder, but for what `datasets` writes beside its data."""
+    combined = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        # `datasets` writes cache-….arrow, locks and hidden files beside the data that it reads.
-        made = path.name.startswith("cache-") or path.suffix == ".lock" or any(p.startswith(".") for p in inside.parts)
-        if path.is_file() and not made:
-            whole.update(f"{inside.as_posix()} {_of_file(path)}\n".encode())
-    return whole.hexdigest()
+        relative = path.relative_to(folder)
+        is_cache = path.name.startswith("cache-") or path.suffix == ".lock"
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not is_cache and not is_hidden:
+            combined.update(f"{relative.as_posix()} {_of_file(path)}\n".encode())
+    return combined.hexdigest()

@@ -1,4 +1,4 @@
-"""A run's folder: what it holds of an attempt to train, and what is left of it for the next one."""
+"""A run's folder: preparing it for a training, checking its checkpoints, and reading the end of its log."""
 
 import json
 import shutil
@@ -13,12 +13,12 @@ from ..records import RUN_FILE, SCORES_FILE, last_words
 
 LOG_FILE = "log.txt"
 ADAPTER_FOLDER = "adapter"
+# Lines of the log that a failed run is recorded with.
 _TAIL = 30
-"""Lines of the log that a failed run is recorded with."""
 
 
 def make_ready(folder: Path, *, resumable: bool) -> None:
-    """Leave of an earlier attempt what a new one goes on from: whole checkpoints of the same YAML, or nothing."""
+    """Remove what an earlier training left, but for whole checkpoints and the log if the run can resume from them."""
     for name in (RUN_FILE, SCORES_FILE):
         (folder / name).unlink(missing_ok=True)
     for checkpoint in checkpoints(folder):
@@ -30,14 +30,22 @@ def make_ready(folder: Path, *, resumable: bool) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Of a run, whole or not."""
+    """The checkpoints of a run, whole or not."""
     return [path for path in (folder / ADAPTER_FOLDER).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
 
 
+def last_step(folder: Path) -> int:
+    """The step of the latest whole checkpoint; 0 without one."""
+    return max((int(path.name.rpartition("-")[2]) for path in checkpoints(folder) if is_whole(path)), default=0)
+
+
 def is_whole(checkpoint: Path) -> bool:
-    """Whether the Trainer had written all of it, the states among it without which it would begin the schedule anew."""
+    """Whether a checkpoint is complete, with the optimizer's and the schedule's state.
+
+    Without these states, which `save_only_model` omits, the Trainer would restart the learning rate schedule.
+    """
     if not all((checkpoint / name).is_file() for name in ("optimizer.pt", "scheduler.pt")):
-        return False  # save_only_model leaves them out
+        return False
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))  # the Trainer writes it last
     except (OSError, ValueError):
@@ -45,24 +53,28 @@ def is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def holds_weights(folder: Path) -> bool:
-    """Whether there is a trained model or adapter."""
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds a trained model or adapter."""
     return any(path.name != NORMS_FILE for path in (folder / ADAPTER_FOLDER).glob("*.safetensors"))
 
 
 def as_yaml(settings: dict[str, Any]) -> str:
-    """A run's config.yml."""
+    """The text of a run's config.yml."""
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=100)
 
 
 def write(path: Path, text: str) -> None:
-    """A file that is whole or absent."""
+    """Write a text file that is whole or absent."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def tail(log: Path, code: int) -> str:
-    """How a process ended, and the last lines that it printed."""
+    """How a process ended, and the last lines of its log.
+
+    Args:
+        code: the exit code; negative for a signal.
+    """
     ended = f"signal {-code}" if code < 0 else f"exit code {code}"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     # Progress bars overwrite a line with carriage returns.
@@ -71,6 +83,6 @@ def tail(log: Path, code: int) -> str:
 
 
 def last_line(log: Path, code: int) -> str:
-    """What to print of a failure: how the process ended, the last line, and where the others are."""
+    """A failure in one line: how the process ended, the last line of its log, and the log's path."""
     ended, _, lines = tail(log, code).partition("\n")
     return f"{ended}: {last_words(lines)} ({log})"
