@@ -1,5 +1,6 @@
 """Grids in a folder of their own, and sweeps whose processes are stand-ins that take milliseconds."""
 
+import functools
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from axolotl_runs import *  # noqa: F403 (fixtures)
 from grid_cases import BASE, MAGNITUDE
+from grid_records import grid, save_records
 from rich.console import Console
 
 FAKES = Path(__file__).parent / "fakes"
@@ -83,3 +85,21 @@ def stage(tmp_path, write_grid, monkeypatch):
     monkeypatch.setenv("FAKE_PLAN", str(tmp_path / "plan.json"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return Stage(tmp_path, write_grid)
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Write runs, each with its scores or None, into a RUNS_DIR; returns that folder."""
+    return functools.partial(save_records, tmp_path / "runs")
+
+
+@pytest.fixture
+def small(save):
+    records, base = grid()
+    return save(*records, base=base)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures are not drawn, which takes seconds."""
+    monkeypatch.setattr("axolotl_supertune.grid.report.figures.figures.render", lambda figure, name, kind: b"a picture")

@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 from grid_records import grid, save_records
-from test_report import GOLDEN, GOLDEN_FILES, run_report
+from reporting import run_report
+from test_report import GOLDEN, GOLDEN_FILES
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
