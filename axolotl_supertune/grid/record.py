@@ -19,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
 from ..method.budget import DEFAULT_R0, exact_fraction
+from ..method.cuda_memory import PeakMemory
 from ..plugin.axolotl_compat import draws_lora_by_name
 from ..plugin.create import seed_of
 from .records import RUN_FILE, Run
@@ -96,7 +97,8 @@ class _Record(TrainerCallback):
         self._state = trainer.state
         self._nats: torch.Tensor | float = 0.0
         self._tokens: torch.Tensor | int = 0
-        self._peak = 0
+        self._memory: PeakMemory | None = None
+        self._peak = 0  # bytes
         self._resumed = False
         self._trainable = 0
         self._budget: int | None = None
@@ -116,22 +118,20 @@ class _Record(TrainerCallback):
         model = kwargs["model"]
         self._trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._budget = _budget(model)
-        if args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(args.device)
+        self._memory = PeakMemory(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
             control.should_evaluate = True
-        if args.device.type == "cuda" and (control.should_log or control.should_evaluate or control.should_save):
-            # Axolotl resets the peak at every log.
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated(args.device))
+        if self._memory and (control.should_log or control.should_evaluate or control.should_save):
+            # Before Axolotl resets the statistics, as it does at every log.
+            self._peak = max(self._peak, self._memory.read())
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Checkpoints keep the state's log history.
         state.log_history.append({"step": state.global_step, NLL: float(self._nats) / max(int(self._tokens), 1)})
         self._nats, self._tokens = 0.0, 0
-        if args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(args.device)
+        self._memory = PeakMemory(args.device)  # the peak of training, not of evaluations
 
     def run(self) -> Run:
         """The record, once the model is saved."""
