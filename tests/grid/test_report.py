@@ -273,7 +273,7 @@ def test_the_heading_names_model_data_budget_and_where_it_ran(save):
         "versions": ["peft 1.0", "torch 2.0"],
     }
     (runs_dir / runs[1].key.folder / "config.yml").write_text("- no mapping")
-    assert "config.yml is no YAML of a run" in run_report(runs_dir).output
+    assert "config.yml is not the YAML of a run" in run_report(runs_dir).output
 
 
 def test_of_old_records_alone_nothing_is_made_up(save):
