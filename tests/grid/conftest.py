@@ -12,6 +12,7 @@ os.environ.setdefault("AXOLOTL_DO_NOT_TRACK", "1")
 import pytest
 import yaml
 from axolotl_runs import *  # noqa: F403 (fixtures)
+from benchmark_models import tiny_adapter, tiny_base  # noqa: F401 (fixtures)
 from grid_cases import BASE, MAGNITUDE
 from grid_records import grid, save_records
 from rich.console import Console

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from benchmark_models import data_dir  # noqa: F401 (a fixture for all tests here)
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

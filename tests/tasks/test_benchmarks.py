@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from benchmark_files import DATA
 from huggingface_hub import constants
-from places import DATA
 
 from axolotl_supertune.tasks import benchmarks
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS, find_benchmark, load_benchmark

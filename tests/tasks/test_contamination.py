@@ -11,8 +11,8 @@ import shutil
 import unicodedata
 
 import pytest
+from benchmark_files import DATA, GSM8K, MATH
 from click.testing import CliRunner
-from places import DATA, GSM8K, MATH
 
 from axolotl_supertune.commands.contamination import contamination
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS, load_benchmark

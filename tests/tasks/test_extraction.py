@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from benchmark_files import DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import DATA
 
 from axolotl_supertune.tasks.extraction import (
     is_correct_number,
