@@ -166,6 +166,11 @@ class Engine:
     # --- `plan`: bytes on one GPU ---
 
     @property
+    def checkpoints_activations(self) -> bool:
+        """Whether the engine's own settings checkpoint activations."""
+        return False
+
+    @property
     def offloads_weights(self) -> bool:
         """Whether the base weights lie in host memory."""
         return False

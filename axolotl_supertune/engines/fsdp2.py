@@ -99,6 +99,10 @@ class FSDP2(Engine):
         plugin.mixed_precision_policy = replace(policy, param_dtype=None, reduce_dtype=torch.float32)
 
     @property
+    def checkpoints_activations(self) -> bool:
+        return bool(self.settings.get("activation_checkpointing"))
+
+    @property
     def offloads_weights(self) -> bool:
         return bool(self.setting("offload_params"))
 

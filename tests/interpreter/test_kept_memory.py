@@ -6,8 +6,8 @@ from allocated import kept_bytes
 from peft import get_peft_model
 
 from axolotl_supertune import SupraConfig, budget_table
+from axolotl_supertune.plugin.plan.activations import activation_bytes
 from axolotl_supertune.plugin.plan.from_yaml import shape_of
-from axolotl_supertune.plugin.plan.memory import activation_bytes
 from axolotl_supertune.plugin.plan.workload import Step
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from allocated import Allocated, kept_bytes
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from axolotl_supertune import SupraConfig, budget_table
@@ -18,11 +18,11 @@ from axolotl_supertune.method.budget import budget_rows, layer_budget
 from axolotl_supertune.method.calibration import default_layers
 from axolotl_supertune.method.sizes import DENSE_BYTES
 from axolotl_supertune.ops.recomputed_weight import BlockGradient
+from axolotl_supertune.plugin.plan.activations import activation_bytes
 from axolotl_supertune.plugin.plan.from_yaml import CHECKED, shape_of
 from axolotl_supertune.plugin.plan.memory import (
     GIB,
     OPTIMIZERS,
-    activation_bytes,
     base_bytes,
     estimate,
 )
@@ -30,7 +30,7 @@ from axolotl_supertune.plugin.plan.workload import Calibration, GradientPass, St
 from axolotl_supertune.tuner import SupraLayer
 
 BENCH = Path(__file__).parents[2] / "examples/bench"
-METHODS = {"super": "supra", "super-wanda": "supra", "supra": "supra", "lora": "lora", "full": "full"}
+METHODS = ("super", "super-wanda", "supra")
 # A 70B Llama on one H100: rows × length as its FSDP2 example has them.
 STEP = Step(1, 2048)
 
@@ -64,28 +64,25 @@ def measured():
 def test_both_bench_shapes_are_there():
     named = [case.id for case in measured()]
     assert {f"llama3-8b-{method}" for method in METHODS} <= set(named)
-    assert {f"llama3.2-1b-{method}" for method in ("super", "supra", "lora")} <= set(named)
+    assert {f"llama3.2-1b-{method}" for method in ("super", "supra")} <= set(named)
 
 
 @pytest.mark.parametrize(("model", "job", "row"), list(measured()))
 def test_the_bench_took_what_is_estimated(model, job, row):
     shape, sizes = meta(model)
-    lam = {"supra": job["supra_lambda"], "lora": 1}.get(row["method"], 0)
-    rows = [] if row["method"] == "full" else rows_of(sizes, lam, job["r0"])
-    step = Step(job["batch_size"], job["sequence_len"], method=METHODS[row["method"]], dropout=job["lora_dropout"] > 0)
+    rows = rows_of(sizes, job["supra_lambda"] if row["method"] == "supra" else 0, job["r0"])
+    step = Step(job["batch_size"], job["sequence_len"], dropout=job["lora_dropout"] > 0)
     calibration = Calibration(8, job["calibration_sequence_len"])
     found = estimate(shape, rows, step, calibration=calibration)
     # Ten percent are promised; what the formulas leave out is a hundredth.
     assert found.training / GIB == pytest.approx(row["peak_gib"], rel=0.02)
     if "calibration_peak_gib" in row:
         assert found.calibration / GIB == pytest.approx(row["calibration_peak_gib"], rel=0.02)
-    if row["method"] != "full":
-        assert sum(each.total for each in rows) == row["trainable"]
+    assert sum(each.total for each in rows) == row["trainable"]
 
 
 def small(
     tiny_llama,
-    method,
     *,
     dtype=torch.float32,
     vocabulary=512,
@@ -94,25 +91,23 @@ def small(
     masked=False,
     layers="reference",
 ):
-    """Shape, budgets and step of a model that trains by `method`, its tensors, and its forward pass."""
+    """Shape, budgets and step of an adapted model, its tensors, and its forward pass."""
     changes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "num_attention_heads": 4}
     model = tiny_llama(dtype=dtype, vocab_size=vocabulary, max_position_embeddings=128, **changes).train()
     model.config.use_cache = False
     shape = shape_of(model, model.config, [])
     sizes = {name: tuple(model.get_submodule(name).weight.shape) for name in default_layers(model)}
-    rows = [] if method == "full" else rows_of(sizes, 1 if method == "lora" else supra_lambda)
+    rows = rows_of(sizes, supra_lambda)
     targets = sorted({name.rpartition(".")[2] for name in sizes})
-    common = {"target_modules": targets, "task_type": "CAUSAL_LM"}
-    if method == "supra":
-        model = get_peft_model(model, SupraConfig(r0=8, supra_lambda=supra_lambda, mask_score="magnitude", **common))
-        assert budget_table(model) == rows
-        for module in model.modules():
-            if isinstance(module, SupraLayer):
-                # As fully_shard marks a layer whose weight it gathers; here the weight is always there.
-                module.base_layer._is_fsdp_managed_module = layers == "recomputed"
-    elif method == "lora":
-        # On a CPU dropout keeps its mask in fp32, on a GPU a byte each: none, then.
-        model = get_peft_model(model, LoraConfig(r=8, **common))
+    config = SupraConfig(
+        r0=8, supra_lambda=supra_lambda, mask_score="magnitude", target_modules=targets, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(model, config)
+    assert budget_table(model) == rows
+    for module in model.modules():
+        if isinstance(module, SupraLayer):
+            # As fully_shard marks a layer whose weight it gathers; here the weight is always there.
+            module.base_layer._is_fsdp_managed_module = layers == "recomputed"
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -123,10 +118,8 @@ def small(
         mask["attention_mask"][:, :5] = 0
     step = Step(
         *ids.shape,
-        method=method,
         width=dtype.itemsize,
         layers=layers,
-        dropout=method != "lora",
         checkpointing="blocks" if checkpointing else "none",
         attention="masked" if masked else "flash",
         optimizer="sgd",
@@ -136,18 +129,11 @@ def small(
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype", "layers"),
-    [
-        ("supra", torch.float32, "reference"),
-        ("supra", torch.bfloat16, "reference"),
-        ("supra", torch.bfloat16, "recomputed"),
-        ("lora", torch.bfloat16, "reference"),  # in fp32 an input is no copy for every layer, and no plan asks
-        ("full", torch.float32, "reference"),
-        ("full", torch.bfloat16, "reference"),
-    ],
+    ("dtype", "layers"),
+    [(torch.float32, "reference"), (torch.bfloat16, "reference"), (torch.bfloat16, "recomputed")],
 )
-def test_forward_keeps_what_is_estimated(tiny_llama, method, dtype, layers):
-    shape, rows, step, known, loss = small(tiny_llama, method, dtype=dtype, layers=layers)
+def test_forward_keeps_what_is_estimated(tiny_llama, dtype, layers):
+    shape, rows, step, known, loss = small(tiny_llama, dtype=dtype, layers=layers)
     kept = kept_bytes(loss, known)
     logarithms = 4 * step.tokens * shape.vocabulary  # of the softmax
     assert kept == pytest.approx(activation_bytes(shape, rows, step)[0] + logarithms, rel=0.01)
@@ -172,17 +158,15 @@ def test_other_decoders_keep_what_is_estimated(kind):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"method": "supra", "vocabulary": 8192},
-        {"method": "supra", "vocabulary": 8192, "checkpointing": True},
-        {"method": "supra", "vocabulary": 8192, "dtype": torch.bfloat16},
-        {"method": "supra", "supra_lambda": 0},
-        {"method": "supra", "checkpointing": True},
-        {"method": "supra", "masked": True},
-        {"method": "supra", "layers": "recomputed"},
-        {"method": "supra", "layers": "recomputed", "supra_lambda": 0},
-        {"method": "supra", "layers": "recomputed", "checkpointing": True},
-        {"method": "full"},
-        {"method": "full", "vocabulary": 8192, "dtype": torch.bfloat16},
+        {"vocabulary": 8192},
+        {"vocabulary": 8192, "checkpointing": True},
+        {"vocabulary": 8192, "dtype": torch.bfloat16},
+        {"supra_lambda": 0},
+        {"checkpointing": True},
+        {"masked": True},
+        {"layers": "recomputed"},
+        {"layers": "recomputed", "supra_lambda": 0},
+        {"layers": "recomputed", "checkpointing": True},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
@@ -310,7 +294,7 @@ def test_an_evaluation_of_larger_batches_can_be_the_peak(tiny_llama, llama_8b):
     of = lambda count: estimate(shape, rows, dataclasses.replace(STEP, evaluated_rows=count))  # noqa: E731
     assert of(1).training == of(0).training
     assert of(32).moment == "evaluation"
-    small_shape, small_rows, step, known, loss = small(tiny_llama, "supra", vocabulary=8192, dtype=torch.bfloat16)
+    small_shape, small_rows, step, known, loss = small(tiny_llama, vocabulary=8192, dtype=torch.bfloat16)
     with Allocated(known) as allocated, torch.no_grad():
         loss()
     step = dataclasses.replace(step, rows=1, length=step.tokens, evaluated_rows=1)

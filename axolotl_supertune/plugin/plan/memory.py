@@ -1,37 +1,31 @@
-"""How much GPU memory a training takes: numbers in, bytes out, each formula with its reason.
+"""The GPU memory that a training takes: numbers in, bytes out, each formula with its reason.
 
-Counted is what PyTorch's allocator hands out at its peak (`torch.cuda.max_memory_allocated`), per GPU. Activations are
-those of a decoder of Llama's form: RMSNorms, attention and a gated MLP a block. Integers and floats only, no torch.
+What is counted is the peak of PyTorch's allocator (`torch.cuda.max_memory_allocated`) on one GPU. Activations are in
+`activations`; what an engine shards, gathers and buffers it says itself. Integers and floats, no torch.
 
-Names: T tokens in a micro batch on one GPU, H hidden size, F intermediate size, V vocabulary, w bytes of a weight or an
-activation (2 in bf16 and fp16), (c, b) a layer's shape.
+Names: T tokens in a micro batch on one GPU, H hidden size, V vocabulary, w bytes of a weight or an activation (2 in
+bf16 and fp16), (c, b) a layer's shape.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...engines.engine import Engine, Weights
 from ...engines.single import ONE_PROCESS
 from ...method.budget import BudgetRow
-from ...method.sizes import DENSE_BYTES, ENTRIES_PER_CHUNK, GATED_MLP, TOKENS_AT_ONCE, padded_rank
+from ...method.sizes import DENSE_BYTES, ENTRIES_PER_CHUNK, padded_rank
+from .activations import Activations, activation_bytes, evaluated_bytes, loss_bytes
 from .workload import Calibration, GradientPass, Shape, Step
 
 GIB = 2**30
-# cuBLAS takes 32 MiB on Hopper for each thread that multiplies: forward's and autograd's.
+# On Hopper cuBLAS takes 32 MiB for each thread that multiplies: forward's and autograd's.
 _WORKSPACE = 2 * 32 * 2**20
-# What the driver, CUDA's context and NCCL hold outside of the allocator.
+# What the driver, the CUDA context and NCCL hold outside of the allocator.
 CONTEXT = 0.75 * GIB
-# What the allocator holds and cannot use, at most, where the shapes of the batches change.
+# What the allocator holds and cannot use, at most, when the shapes of the batches change.
 FRAGMENTATION = 0.05
 
-ATTENTION_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "W_pack"})
-ATTENTION_OUTPUTS = frozenset({"o_proj", "dense", "out_proj"})
-MLP_INPUTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"})
-MLP_OUTPUTS = frozenset({"down_proj", "w2"})
-
-# Optimizer → bytes of state for each trained scalar, and whether that lies on the GPU. Blocks of 256 share an fp32
-# scale in the 8-bit ones.
+# Optimizer → bytes of its state on the GPU for each trained scalar. In 8-bit states blocks of 256 share an fp32 scale.
 _TWO_FP32, _TWO_8BIT = 8.0, 2.0 + 2 * 4 / 256
 OPTIMIZERS: dict[str, float] = {
     "adamw_torch": _TWO_FP32,
@@ -61,7 +55,7 @@ OPTIMIZERS: dict[str, float] = {
     "rmsprop_bnb_8bit": 1.0 + 4 / 256,
     "adagrad": 4.0,
     "sgd": 0.0,
-    # Paged states lie in unified memory, which is not the allocator's.
+    # Paged states lie in unified memory, which the allocator does not count.
     "paged_adamw": 0.0,
     "paged_adamw_32bit": 0.0,
     "paged_adamw_8bit": 0.0,
@@ -70,7 +64,7 @@ OPTIMIZERS: dict[str, float] = {
     "paged_lion_32bit": 0.0,
     "paged_lion_8bit": 0.0,
 }
-# Those that update all parameters in one call make a list of temporaries as large as the parameters; fused ones none.
+# Optimizers that update all parameters in one call make temporaries as large as the parameters; fused ones make none.
 _FOREACH = frozenset({"adamw_torch", "rmsprop", "adagrad", "schedule_free_adamw"})
 
 
@@ -79,10 +73,10 @@ class Estimate:
     """Bytes on one GPU.
 
     Attributes:
-        moment: when the peak of training is reached.
-        parts: what lies there at that moment; the peak is their sum.
-        moments: the peak of every moment that was looked at.
-        calibration: the peak of the calibration, before training; 0 if there is none.
+        moment: when training reaches its peak.
+        parts: what is allocated at that moment; the peak is their sum.
+        moments: the peak of every moment that was considered.
+        calibration: the peak of the calibration before training; 0 without one.
     """
 
     moment: str
@@ -97,7 +91,7 @@ class Estimate:
 
     @property
     def peak(self) -> float:
-        """The larger of the two."""
+        """The larger one of training's and the calibration's."""
         return max(self.training, self.calibration)
 
     @property
@@ -114,256 +108,135 @@ def estimate(
     calibration: Calibration | None = None,
     gradient: GradientPass | None = None,
 ) -> Estimate:
-    """Peak memory of training an adapter with these budgets; without rows nothing is adapted (`full`).
+    """Peak memory of training an adapter.
+
+    Args:
+        shape: of the base model.
+        rows: budgets, for each kind of layer.
+        step: a micro batch.
+        engine: with the number of its processes.
+        calibration, gradient: passes before training that choose the support.
 
     Raises:
-        ValueError: an optimizer whose state is not known.
+        ValueError: an optimizer whose state is of unknown size.
     """
     if step.optimizer not in OPTIMIZERS:
         raise ValueError(
             f"optimizer: {step.optimizer} keeps a state of a size that is not known here; known are "
             f"{', '.join(OPTIMIZERS)}."
         )
-    weights = base_bytes(shape, step)
-    held = 0.0 if engine.offloads_weights else weights / engine.weight_shards
-    trained = adapter_bytes(rows, step) if step.method != "full" else 0.0
-    gradients = sum(row.total for row in rows) * 4.0 if step.method != "full" else weights
-    gradients += shape.saved_modules * step.width
-    share, sharded = engine.optimizer_shards, engine.weight_shards
-    state = optimizer_bytes(shape, rows, step) / share + engine.master_bytes(gradients)
-    fixed = {
-        "base weights": held,
-        "adapter": trained / sharded + shape.saved_modules * step.width + index_bytes(rows, step),
+    fixed = _fixed_parts(shape, rows, step, engine)
+    moments = _moments(shape, rows, step, engine)
+    if gradient is not None:
+        moments["choice of the support by gradient"] = _choice(shape, rows, step, gradient)
+    peaks = {moment: sum(parts.values()) + sum(fixed.values()) for moment, parts in moments.items()}
+    highest = max(peaks, key=lambda moment: peaks[moment])
+    parts = {name: size for name, size in {**fixed, **moments[highest]}.items() if size}
+    before = 0.0 if calibration is None else _calibration(shape, step, engine, calibration)
+    return Estimate(highest, parts, peaks, before)
+
+
+def _fixed_parts(shape: Shape, rows: Sequence[BudgetRow], step: Step, engine: Engine) -> dict[str, float]:
+    """What is allocated throughout training."""
+    gradients = _gradient_bytes(shape, rows, step)
+    saved_modules = shape.saved_modules * step.width
+    state = optimizer_bytes(shape, rows, step) / engine.optimizer_shards + engine.master_bytes(gradients)
+    return {
+        "base weights": _resident_base_bytes(shape, step, engine),
+        "adapter": adapter_bytes(rows, step) / engine.weight_shards + saved_modules + index_bytes(rows, step),
         "optimizer": 0.0 if engine.offloads_optimizer else state,
         "workspace": float(_WORKSPACE),
+        "reduction buckets": engine.reduction_bytes(gradients, 4, shape.hidden),  # U, L and R are fp32
     }
-    width = step.width if step.method == "full" else 4  # of what is trained: U, L and R are fp32
-    fixed["reduction buckets"] = engine.reduction_bytes(gradients, width, shape.hidden)
-    kept, block, transient = activation_bytes(shape, rows, step)
-    live_loss, live_block = engine.gathered_bytes(_weights(shape, step))
-    accumulated = gradients / sharded if step.accumulation > 1 else 0.0
+
+
+def _moments(shape: Shape, rows: Sequence[BudgetRow], step: Step, engine: Engine) -> dict[str, dict[str, float]]:
+    """What is allocated beside the fixed parts, at the moments of a step that can be its peak."""
+    activations = activation_bytes(shape, rows, step)
+    in_loss, in_block = engine.gathered_bytes(_weights(shape, step))
+    all_gradients = _gradient_bytes(shape, rows, step)
+    gradients = all_gradients / engine.weight_shards
+    accumulated = gradients if step.accumulation > 1 else 0.0
     moments = {
         "loss": {
             "gradients": accumulated,
-            "gathered weights": live_loss,
-            "activations": kept,
+            "gathered weights": in_loss,
+            "activations": activations.kept,
             "logits and loss": loss_bytes(shape, step),
         },
         "backward of the last block": {
             "gradients": accumulated,
-            "gathered weights": live_block,
-            "activations": kept + (block if step.checkpointing != "none" else 0.0) + transient,
+            "gathered weights": in_block,
+            "activations": activations.kept + _block_again(step, activations) + activations.backward,
         },
         "backward of the first block": {
-            "gradients": gradients / sharded,
-            "gathered weights": live_block,
-            "activations": block + transient,
+            "gradients": gradients,
+            "gathered weights": in_block,
+            "activations": activations.block + activations.backward,
         },
         "optimizer step": {
-            "gradients": gradients / sharded,
-            "temporaries": gradients / share if step.optimizer in _FOREACH else 0.0,
+            "gradients": gradients,
+            "temporaries": all_gradients / engine.optimizer_shards if step.optimizer in _FOREACH else 0.0,
         },
     }
     if step.evaluated_rows:
-        moments["evaluation"] = {"gathered weights": live_loss, "logits and loss": _evaluated_bytes(shape, step)}
-    if gradient is not None:
-        moments["choice of the support by gradient"] = _choice(shape, rows, step, gradient)
-    peaks = {moment: sum(parts.values()) + sum(fixed.values()) for moment, parts in moments.items()}
-    moment = max(peaks, key=lambda name: peaks[name])
-    parts = {name: size for name, size in {**fixed, **moments[moment]}.items() if size}
-    return Estimate(moment, parts, peaks, _calibration(shape, step, engine, held, calibration))
+        moments["evaluation"] = {"gathered weights": in_loss, "logits and loss": evaluated_bytes(shape, step)}
+    return moments
 
 
 def _choice(shape: Shape, rows: Sequence[BudgetRow], step: Step, gradient: GradientPass) -> dict[str, float]:
     """Dense fp32 sums of a group of layers, beside what forward keeps; a layer's dy and x are copied to fp32.
 
-    Layers are computed one by one here, an MLP too. The optimizer's state may be there already, after a warm-up.
+    Layers are computed one by one here, also those of an MLP. After a warm-up the optimizer's state is there already.
     """
     sizes = [row.budget.out_features * row.budget.in_features * (8.0 if gradient.squared else 4.0) for row in rows]
-    every = sum(row.layers * size for row, size in zip(rows, sizes, strict=True))
-    sides = max((row.budget.out_features + row.budget.in_features for row in rows), default=0)
-    alone = replace(step, mlp="other")
-    kept, block, transient = activation_bytes(shape, rows, alone)
+    all_sums = sum(row.layers * size for row, size in zip(rows, sizes, strict=True))
+    copied_features = max((row.budget.out_features + row.budget.in_features for row in rows), default=0)
+    activations = activation_bytes(shape, rows, replace(step, mlp="other"))
     logits = loss_bytes(shape, step)
-    backward = (block if step.checkpointing != "none" else 0.0) + transient + 4.0 * step.tokens * sides
+    backward = _block_again(step, activations) + activations.backward + 4.0 * step.tokens * copied_features
     return {
-        "dense gradients": min(every, max(float(DENSE_BYTES), *sizes)) if sizes else 0.0,
-        "activations": kept + (backward if backward > logits else 0.0),
+        "dense gradients": min(all_sums, max(float(DENSE_BYTES), *sizes)) if sizes else 0.0,
+        "activations": activations.kept + (backward if backward > logits else 0.0),
         "logits and loss": 0.0 if backward > logits else logits,
     }
 
 
+def _block_again(step: Step, activations: Activations) -> float:
+    """A checkpointed block is computed again before its backward."""
+    return activations.block if step.checkpointing != "none" else 0.0
+
+
+def _calibration(shape: Shape, step: Step, engine: Engine, calibration: Calibration) -> float:
+    """The peak of a forward pass that keeps nothing."""
+    tokens = calibration.rows * calibration.length
+    # The embeddings, a block's input, its residual and the normalised one; silu(gate), up and their product.
+    forward = tokens * step.width * (4 * shape.hidden + 3 * shape.intermediate)
+    base = _resident_base_bytes(shape, step, engine)
+    return base + forward + engine.calibration_bytes(_weights(shape, step)) + _WORKSPACE
+
+
 def base_bytes(shape: Shape, step: Step) -> float:
     """The base weights of one whole model."""
-    quantized = {
+    linear = {
         "plain": shape.linear * step.width,
-        # a byte each, and an fp32 scale a row
+        # One byte each, and an fp32 scale for each row.
         "int8": shape.linear + 4 * shape.linear_rows,
-        # half a byte each, and an fp32 scale for 64; twice quantized: 8 bits for 64, and fp32 for 256 of these
+        # Half a byte each, and an fp32 scale for 64 of them.
         "nf4": shape.linear * (1 / 2 + 4 / 64),
+        # The scales are quantized too: 8 bits each, and an fp32 scale for 256 of them.
         "nf4-double": shape.linear * (1 / 2 + 1 / 64 + 4 / (64 * 256)),
     }[step.base]
-    return quantized + (shape.embeddings + shape.other) * step.width
+    return linear + (shape.embeddings + shape.other) * step.width
 
 
-def adapter_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
-    """U, L and R, fp32, and for the kernels a copy of L and R in the dtype of the products, of padded rank."""
-    trained = 4.0 * sum(row.total for row in rows)
-    if step.method != "supra" or not step.fused:
-        return trained
-    padded = sum(
-        row.layers * padded_rank(row.budget.rank) * (row.budget.out_features + row.budget.in_features) for row in rows
-    )
-    return trained + padded * step.width
-
-
-def index_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
-    """The support: its indices; for sampled products their order by column and the table of chunks; for a W that is
-    written into, its own bits."""
-    if step.method != "supra":
-        return 0.0
-    total = 0.0
-    for row in rows:
-        budget = row.budget
-        count = budget.sparse_count
-        if not count:
-            continue
-        each = count * (4.0 if budget.out_features * budget.in_features < 2**31 else 8.0)
-        if step.layers == "kernels":
-            each += count * step.width
-        if step.layers != "reference":
-            by_row = budget.out_features >= budget.in_features
-            owners = min(count, max(budget.out_features, budget.in_features))
-            # Chunks of four entries of one owner, the last one of each half full on average; two int32 a chunk.
-            chunks = count / ENTRIES_PER_CHUNK + owners / 2
-            each += 8 * chunks + (0 if by_row else 4 * count)
-        total += row.layers * each
-    return total
-
-
-def optimizer_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
-    """The optimizer's whole state: that of fp32 parameters in full width, that of bf16 ones in theirs."""
-    each = OPTIMIZERS[step.optimizer]
-    own = sum(row.total for row in rows) * each if step.method != "full" else 0.0
-    whole = shape.parameters if step.method == "full" else shape.saved_modules
-    narrow = each if each < 4 else each * step.width / 4  # 8-bit states are 8-bit whatever the parameter is
-    return own + whole * narrow
-
-
-def loss_bytes(shape: Shape, step: Step) -> float:
-    """What the loss takes beside the activations of the blocks, at its own peak."""
-    tokens, logits = step.tokens, float(step.tokens * shape.vocabulary)
-    if step.loss == "fused":
-        # Liger's chunks are as many as V holds H, rounded up to a power of two of tokens; cut cross entropy needs less.
-        # Both make the gradient of the hidden states in forward or right after it.
-        chunk = 1 << max(0, math.ceil(tokens / math.ceil(shape.vocabulary / shape.hidden)) - 1).bit_length()
-        return min(chunk, tokens) * shape.vocabulary * step.width + tokens * shape.hidden * step.width
-    each = {
-        # Backward: log-softmax in fp32, its gradient, and that of the logits in fp32. (Forward has less at once: the
-        # logits, their fp32 copy, log-softmax.)
-        "transformers": 12,
-        # The logits, and their gradient twice: in chunks and put together; or the fp32 copy that accelerate hands out.
-        "chunked": max(3 * step.width, step.width + 4),
-        # The logits, their fp32 copy in which Liger puts the gradient, and the one that accelerate hands out.
-        "liger": (step.width if step.width < 4 else 0) + 8,
-    }[step.loss]
-    return each * logits
-
-
-def _evaluated_bytes(shape: Shape, step: Step) -> float:
-    """The logits of an evaluation, their fp32 copy and log-softmax, none of which is kept for a backward."""
-    tokens = step.evaluated_rows * step.length
-    if step.loss == "fused":
-        return loss_bytes(shape, replace(step, rows=step.evaluated_rows))
-    return float(tokens * shape.vocabulary * (8 + (step.width if step.width < 4 else 0)))
-
-
-def activation_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> tuple[float, float, float]:
-    """What forward keeps for backward (but for the loss), what one block of it does, and what its backward adds."""
-    per_token = _kept(shape, rows, step)
-    block = step.tokens * per_token
-    checkpoint = {"none": block, "blocks": step.tokens * shape.hidden * step.width, "offloaded": 0}[step.checkpointing]
-    # The final norm keeps its input, in fp32 or, Liger's, as it is; if it and the head are trained also what they read.
-    norm = step.width if step.thin_norms else 4
-    tail = step.tokens * shape.hidden * (norm + (2 * step.width if step.method == "full" else 0))
-    if step.method != "full" and step.checkpointing == "none":
-        tail -= step.tokens * shape.hidden * norm  # the first norm's input needs no gradient
-    mask = step.rows * step.length**2 if step.attention == "masked" else 0  # the one that all blocks are given, bool
-    return shape.blocks * checkpoint + tail + mask, block, _transient(shape, rows, step)
-
-
-def _kept(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
-    """Bytes that one block keeps for its backward, a token."""
-    w, hidden, inner = step.width, shape.hidden, shape.intermediate
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kinds = {row.kind for row in rows}
-    own = step.method == "supra"
-    whole = step.method == "full"
-
-    # A norm keeps its input in fp32 (Liger's: as it is), and where its own weight is trained the normalised one.
-    kept = float(shape.norms) * hidden * ((w if step.thin_norms else 4) + (w if whole else 0))
-    if shape.qk_norm:
-        kept += (queries + keys) * (w if step.thin_norms else 4)
-    # An adapted or trained layer keeps its input; layers of one input keep it once.
-    keeps = (lambda names: own and bool(kinds & names)) if not whole else (lambda names: True)
-    kept += w * hidden * (keeps(ATTENTION_INPUTS) + keeps(MLP_INPUTS))
-    # Attention keeps q, k, v, its output (which is the input of o_proj), and the sums of exponentials.
-    repeated = keys if step.attention == "flash" else queries
-    kept += w * (2 * queries + 2 * repeated) + 4 * shape.heads
-    if step.attention == "masked":
-        kept += w * step.length  # the mask in the dtype of the queries, made anew in every block
-    elif step.attention == "eager":
-        kept += shape.heads * step.length * (4 + w)  # softmax in fp32, and rounded
-    # The MLP keeps gate and up; eager code silu(gate) too, and the product where down is adapted.
-    if _mlp_is_fused(rows, step):
-        kept += w * inner * 2
-    else:
-        kept += w * inner * ((2 if step.mlp == "liger" else 3) + keeps(MLP_OUTPUTS))
-    known = ATTENTION_INPUTS | ATTENTION_OUTPUTS | MLP_INPUTS | MLP_OUTPUTS
-    if own and step.fused:
-        # The low-rank part's inner product, of padded rank.
-        kept += sum(row.layers * padded_rank(row.budget.rank) for row in rows) * w / shape.blocks
-    if own:
-        # Layers of other names: each an input of its own.
-        kept += sum(row.layers * row.budget.in_features * w for row in rows if row.kind not in known) / shape.blocks
-    if step.method == "lora":
-        # The input in fp32 as dropout leaves it, for every layer its own, the mask, a byte each, and the inner product.
-        each = 5 if step.dropout else 4
-        kept += sum(row.layers * (row.budget.in_features * each + 4 * row.budget.rank) for row in rows) / shape.blocks
-    return kept
-
-
-def _transient(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
-    """Bytes that the backward of one block needs beside what was kept: the MLP's, where it is widest."""
-    w, hidden, inner, tokens = step.width, shape.hidden, shape.intermediate, step.tokens
-    at_once = min(tokens, TOKENS_AT_ONCE)
-    if _mlp_is_fused(rows, step):
-        # The gradients of the output, the product, gate and up; transposed copies of the last three, a piece at a time.
-        return w * (tokens * (hidden + 3 * inner) + 3 * inner * at_once)
-    gradients = w * tokens * (hidden + inner)  # of the output and the product; eager code then has two more for one
-    following = [float(w * tokens * inner)]
-    sparse, low_rank = any(row.budget.sparse_count for row in rows), any(row.budget.rank for row in rows)
-    if step.base != "plain" or (step.method == "supra" and not step.fused):
-        following.append(shape.widest * w)  # the dequantized or the effective weight
-    if step.method == "supra" and sparse:
-        # The reference makes the whole gradient of W in fp32; sampled products read transposed copies.
-        whole, copies = 4.0 * shape.widest, w * at_once * (hidden + inner)
-        following.append(whole if step.layers == "reference" else copies)
-    if step.method == "supra" and low_rank and not step.fused:
-        wide = inner if any(row.kind in MLP_OUTPUTS for row in rows) else hidden
-        # What passes through L and R, in fp32, with its sum; dropout draws its mask again, on ones.
-        following.append(tokens * wide * (16 if step.dropout else 8))
-    return gradients + max(following)
-
-
-def _mlp_is_fused(rows: Sequence[BudgetRow], step: Step) -> bool:
-    """Whether the kernels compute the MLP as one: all three layers adapted, and it is Llama's."""
-    own = step.method == "supra" and step.fused
-    return own and step.mlp == "plain" and {row.kind for row in rows} >= set(GATED_MLP)
+def _resident_base_bytes(shape: Shape, step: Step, engine: Engine) -> float:
+    """The part of the base weights that stays on one GPU."""
+    return 0.0 if engine.offloads_weights else base_bytes(shape, step) / engine.weight_shards
 
 
 def _weights(shape: Shape, step: Step) -> Weights:
-    """The sizes that an engine tells its gathered weights from."""
+    """The sizes from which an engine tells what it gathers."""
     return Weights(
         parameters=shape.parameters,
         linear=shape.linear,
@@ -375,10 +248,45 @@ def _weights(shape: Shape, step: Step) -> Weights:
     )
 
 
-def _calibration(shape: Shape, step: Step, engine: Engine, held: float, calibration: Calibration | None) -> float:
-    if calibration is None:
-        return 0.0
-    tokens = calibration.rows * calibration.length
-    # The embeddings, a block's input, its residual and the normalised one; silu(gate), up and their product.
-    forward = tokens * step.width * (4 * shape.hidden + 3 * shape.intermediate)
-    return held + forward + engine.calibration_bytes(_weights(shape, step)) + _WORKSPACE
+def _gradient_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
+    """All gradients: fp32 ones of U, L and R, and those of modules that are trained in full."""
+    return sum(row.total for row in rows) * 4.0 + shape.saved_modules * step.width
+
+
+def adapter_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
+    """U, L and R in fp32; for the kernels also a copy of L and R in the dtype of the products, of padded rank."""
+    trained = 4.0 * sum(row.total for row in rows)
+    if not step.fused:
+        return trained
+    padded = sum(
+        row.layers * padded_rank(row.budget.rank) * (row.budget.out_features + row.budget.in_features) for row in rows
+    )
+    return trained + padded * step.width
+
+
+def index_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
+    """The supports: their indices; for sampled products their order by column and a table of chunks; if U is written
+    into W also the bits of W that it replaces."""
+    return sum(row.layers * _index_bytes_of_layer(row, step) for row in rows if row.budget.sparse_count)
+
+
+def _index_bytes_of_layer(row: BudgetRow, step: Step) -> float:
+    budget = row.budget
+    count = budget.sparse_count
+    size = count * (4.0 if budget.out_features * budget.in_features < 2**31 else 8.0)
+    if step.layers == "kernels":
+        size += count * step.width
+    if step.layers != "reference":
+        by_row = budget.out_features >= budget.in_features
+        owners = min(count, max(budget.out_features, budget.in_features))
+        # A chunk holds entries of one row or column, and the last one of each is half full on average; two int32 each.
+        chunks = count / ENTRIES_PER_CHUNK + owners / 2
+        size += 8 * chunks + (0 if by_row else 4 * count)
+    return size
+
+
+def optimizer_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
+    """The optimizer's whole state. That of bf16 parameters is in bf16, unless it is quantized to 8 bits or less."""
+    per_scalar = OPTIMIZERS[step.optimizer]
+    narrow = per_scalar if per_scalar < 4 else per_scalar * step.width / 4
+    return sum(row.total for row in rows) * per_scalar + shape.saved_modules * narrow

@@ -1,11 +1,10 @@
-"""What of a training its memory depends on: the model's shape, a micro batch, the engine, and what comes before it."""
+"""Inputs of the memory estimate: the model's shape, a micro batch, the engine, and the passes before training."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from ...engines.engine import Engine
 
-Method = Literal["supra", "lora", "full"]
 Base = Literal["plain", "int8", "nf4", "nf4-double"]
 Layers = Literal["kernels", "gathered", "recomputed", "reference"]
 Attention = Literal["flash", "repeated", "masked", "eager"]
@@ -16,14 +15,14 @@ Loss = Literal["transformers", "chunked", "liger", "fused"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model its memory depends on; counts are of scalars.
+    """The sizes of a decoder model. Counts are of scalars.
 
     Attributes:
-        hidden, intermediate, blocks, heads, kv_heads, head_dim, vocabulary: as the model's config has them.
+        hidden, intermediate, blocks, heads, kv_heads, head_dim, vocabulary: as in the model's config.
         linear: weights of all linear layers but the output layer: what bitsandbytes quantizes.
-        linear_rows: output features of all of them: int8 keeps a scale for each.
+        linear_rows: output features of these layers: int8 keeps a scale for each.
         embeddings: the input embedding, and the output layer unless it is tied to it.
-        other: everything else, norms mostly.
+        other: everything else, mostly norms.
         widest: weights of the largest linear layer in a block.
         norms: norms of a block on its hidden states.
         qk_norm: whether queries and keys go through norms of their own.
@@ -48,7 +47,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All of them, tied ones once."""
+        """All scalars of the model, tied ones once."""
         return self.linear + self.embeddings + self.other
 
 
@@ -57,29 +56,28 @@ class Step:
     """One micro batch on one GPU.
 
     Attributes:
-        rows, length: T = rows·length.
-        method: `supra` is Super too; `lora` is PEFT's with an fp32 adapter and no autocast; `full` trains all weights.
+        rows, length: sequences and tokens in each; T = rows·length.
         width: w, bytes of a weight and of an activation.
-        base: how the linear layers' weights lie in memory.
-        layers: what computes the adapted ones: the `kernels`, in weights that stay or in those that are `gathered`
-            whenever they are used; the `reference` in plain PyTorch; or for weights that are dequantized whenever they
-            are used (`recomputed`) plain PyTorch with the kernels' sampled products.
-        mlp: `plain` is down(silu(gate(x))·up(x)) in so many words, which the kernels compute as one; `liger` is
-            Liger's, which keeps no silu(gate); `other` is eager code of another form.
-        dropout: whether the low-rank part drops out.
-        attention: `flash` keeps q, k, v and the output; `repeated` keys and values for every head; `masked` a mask of
-            every block too; `eager` the weights of every head.
-        checkpointing: `blocks` keeps a block's input and computes it again; `offloaded` keeps that in host memory.
-        loss: who computes it. `fused` makes no logits (cut cross entropy, Liger's fused linear cross entropy).
-        thin_norms: the norms are Liger's, which keep no fp32 copy.
-        optimizer: one of `memory.OPTIMIZERS`.
-        accumulation: micro batches an update.
-        evaluated_rows: rows of a batch of an evaluation, 0 without one.
+        base: how the weights of the linear layers are stored.
+        layers: what computes the adapted layers: the `kernels`, on weights that stay or on weights that are `gathered`
+            for each use; the `reference` in plain PyTorch; or, for weights that are dequantized for each use
+            (`recomputed`), plain PyTorch with the kernels' sampled products.
+        mlp: `plain` is written as down(silu(gate(x))·up(x)), which the kernels compute as one; `liger` is Liger's,
+            which keeps no silu(gate); `other` is eager code of another form.
+        dropout: whether the low-rank part has dropout.
+        attention: `flash` keeps q, k, v and the output; `repeated` also keys and values repeated for every head;
+            `masked` also a mask in every block; `eager` the weights of every head.
+        checkpointing: `blocks` keeps the input of a block and computes the block again; `offloaded` keeps that input in
+            host memory.
+        loss: what computes it. `fused` makes no logits (cut cross entropy, Liger's fused linear cross entropy).
+        thin_norms: whether the norms are Liger's, which keep no fp32 copy.
+        optimizer: a key of `memory.OPTIMIZERS`.
+        accumulation: micro batches per update.
+        evaluated_rows: sequences in a batch of an evaluation, 0 without one.
     """
 
     rows: int
     length: int
-    method: Method = "supra"
     width: int = 2
     base: Base = "plain"
     layers: Layers = "kernels"
@@ -106,7 +104,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The forward pass before training: windows and tokens in each, of one batch."""
+    """The forward passes before training: windows in a batch, and tokens in each window."""
 
     rows: int
     length: int
@@ -114,14 +112,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class GradientPass:
-    """Forward and backward over training batches to choose the support; RoSA's squares need two sums a layer."""
+    """Forward and backward passes that choose the support; RoSA's squared gradients need two sums for each layer."""
 
     squared: bool = False
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the estimate is made of."""
+    """The arguments of `memory.estimate`."""
 
     shape: Shape
     step: Step
