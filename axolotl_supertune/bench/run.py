@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..engines import SELECTING_KEYS
 from ..method.atomic_files import whole_file
 from .job import METHODS, PEFT_CLASSES, SHAPES, Job, parameter_count
 from .report import add_ratios, draw, markdown
@@ -39,8 +40,7 @@ _COSTLY = {
     "sparse_density",
     "optimizer",
     "gradient_accumulation_steps",
-    "fsdp_config",
-    "deepspeed",
+    *SELECTING_KEYS,
     "cut_cross_entropy",
     "chunked_cross_entropy",
     "lora_mlp_kernel",

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # commands must be able to print their help without torch
     from .engine import Engine
 
-KEYS = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed")
-"""The YAML keys that select an engine other than one process or DDP."""
+SELECTING_KEYS = ("deepspeed", "fsdp_config")
+"""The YAML keys that each select an engine other than one process or DDP."""
+KEYS = (*SELECTING_KEYS, "fsdp", "fsdp_version")
+"""All YAML keys that select and configure such an engine."""
 
 
 def launched_processes() -> int:

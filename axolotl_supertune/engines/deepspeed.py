@@ -220,6 +220,10 @@ class DeepSpeed(Engine):
                     key, f"{cfg[key]} does not work with deepspeed and adapter: {cfg['adapter']}: {reason}."
                 )
 
+    def leave_out(self, cfg: MutableMapping[str, Any]) -> None:
+        """Else Axolotl would start DeepSpeed, and under ZeRO-3 load a base without weights."""
+        cfg["deepspeed"] = None
+
     def check_installed(self) -> None:
         if importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(
@@ -256,16 +260,18 @@ class DeepSpeed(Engine):
         """As `Engine`: DeepSpeed says little of what it cannot load, and loads as many parts as were written."""
         ranks = partition_files(folder)
         if not ranks:
-            raise ValueError(
-                f"resume_from_checkpoint: {folder} has no optimizer state of DeepSpeed, so it was written without it. "
-                "Remove deepspeed to resume it."
+            raise ConfigError(
+                "resume_from_checkpoint",
+                f"{folder} has no optimizer state of DeepSpeed, so it was written without it. "
+                "Remove deepspeed to resume it.",
             )
         # A lost part does not say that it is lost; but every process also writes the state of its generators.
         parts = max(len(list(folder.glob("rng_state*.pth"))), max(ranks) + 1)
         if parts != self.processes:
-            raise ValueError(
-                f"resume_from_checkpoint: the optimizer state in {folder} is in {parts} parts, one a process, and "
-                f"DeepSpeed loads it in as many only; these are {self.processes}. Start {parts}."
+            raise ConfigError(
+                "resume_from_checkpoint",
+                f"the optimizer state in {folder} is in {parts} parts, one a process, and "
+                f"DeepSpeed loads it in as many only; these are {self.processes}. Start {parts}.",
             )
         step = next(iter(ranks.values())).parent
         optimizers = [step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(parts)]
@@ -275,16 +281,18 @@ class DeepSpeed(Engine):
             models = [step / "mp_rank_00_model_states.pt"]  # one for all processes
         missing = [path for path in (folder / "latest", *optimizers, *models) if not path.is_file()]
         if missing:
-            raise ValueError(
-                f"resume_from_checkpoint: {folder} is incomplete, it has no {missing[0].relative_to(folder)}, a part "
-                f"of DeepSpeed's state. Delete it to resume from the one before, or {start_anew(folder)}."
+            raise ConfigError(
+                "resume_from_checkpoint",
+                f"{folder} is incomplete, it has no {missing[0].relative_to(folder)}, a part "
+                f"of DeepSpeed's state. Delete it to resume from the one before, or {start_anew(folder)}.",
             )
         if part_files != self.part_files:
             stages, values = ("ZeRO-3", "3") if part_files else ("ZeRO-1 or ZeRO-2", "1 or 2")
-            raise ValueError(
-                f"resume_from_checkpoint: {folder} was written under {stages}, and deepspeed says "
+            raise ConfigError(
+                "resume_from_checkpoint",
+                f"{folder} was written under {stages}, and deepspeed says "
                 f"zero_optimization.stage: {self.stage}, which reads another layout. Set it to {values} to "
-                f"resume, or {start_anew(folder)}."
+                f"resume, or {start_anew(folder)}.",
             )
         self.check_partition(folder, optimizers[0])
 

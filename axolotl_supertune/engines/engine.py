@@ -106,6 +106,9 @@ class Engine:
     def check_settings(self, cfg: MutableMapping[str, Any]) -> None:
         """`check` for the engine's own keys and what does not work beside them."""
 
+    def leave_out(self, cfg: MutableMapping[str, Any]) -> None:
+        """Have a command that runs in one process, such as a merge, start without the engine, in place."""
+
     def check_installed(self) -> None:
         """Raise ValueError, with what to install, if a library of the engine is missing."""
 
@@ -152,15 +155,17 @@ class Engine:
             ValueError: names the file or the key, and the remedy.
         """
         if parts := partition_files(folder):
-            raise ValueError(
-                f"resume_from_checkpoint: the optimizer state in {folder} is DeepSpeed's. Set deepspeed as in that run "
-                f"and start {len(parts)} processes to resume it, or {start_anew(folder)}."
+            raise ConfigError(
+                "resume_from_checkpoint",
+                f"the optimizer state in {folder} is DeepSpeed's. Set deepspeed as in that run "
+                f"and start {len(parts)} processes to resume it, or {start_anew(folder)}.",
             )
         if not (list(folder.glob("optimizer*")) and (folder / "scheduler.pt").is_file()):
-            raise ValueError(
-                f"resume_from_checkpoint: {folder} has no state of the optimizer and of its schedule, which "
+            raise ConfigError(
+                "resume_from_checkpoint",
+                f"{folder} has no state of the optimizer and of its schedule, which "
                 "save_only_model: true leaves out; going on would begin the schedule anew. To do that, "
-                f"{start_anew(folder)}."
+                f"{start_anew(folder)}.",
             )
 
     # --- `plan`: bytes on one GPU ---

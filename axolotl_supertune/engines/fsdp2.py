@@ -132,7 +132,7 @@ def _check_config(config: MutableMapping[str, Any], cfg: Mapping[str, Any]) -> N
     if _setting(config, "offload_params"):
         raise ConfigError(
             "fsdp_config.offload_params",
-            "true keeps supports on the CPU, away from the weights that they index; it was not tried. Remove the key.",
+            "true keeps supports on the CPU, away from the weights that they index; it was not tested. Remove the key.",
         )
     for key in ("state_dict_type", "final_state_dict_type"):
         if _setting(config, key) not in (None, FULL_STATE_DICT):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..method.config_error import ConfigError
 from ..method.layerwise import decoder_layers, gathered_in_turn
 from .deepspeed import AUTO, DeepSpeed
 from .engine import Batch, Sharding, Weights, move_to
@@ -74,9 +75,10 @@ class Zero3(DeepSpeed):
         key, default = "sub_group_size", 10**9
         was, asked = (zero.get(key, default) for zero in (written["zero_optimization"], self.zero))
         if AUTO not in (was, asked) and int(float(was)) != int(float(asked)):
-            raise ValueError(
-                f"resume_from_checkpoint: the optimizer state in {folder} is in groups of zero_optimization.{key}: "
-                f"{was}, and deepspeed says {asked}. Set it back to resume, or {start_anew(folder)}."
+            raise ConfigError(
+                "resume_from_checkpoint",
+                f"the optimizer state in {folder} is in groups of zero_optimization.{key}: "
+                f"{was}, and deepspeed says {asked}. Set it back to resume, or {start_anew(folder)}.",
             )
 
     @property

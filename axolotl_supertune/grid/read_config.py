@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from ..engines import SELECTING_KEYS
 from .config import Chosen, Grid, GridError, Method, Score
 
 # Keys that the grid sets for every run; a base YAML may hold them without effect, a method may not.
@@ -24,8 +25,7 @@ _REFUSED = {
     "resume_from_checkpoint": "a run that was stopped finds its own checkpoint; drop it",
     "lora_model_dir": "all runs would go on from one adapter; drop it",
     "hub_model_id": "every run would be pushed to one place; drop it",
-    "deepspeed": "a run of a grid is one process on one GPU; drop it",
-    "fsdp_config": "a run of a grid is one process on one GPU; drop it",
+    **dict.fromkeys(SELECTING_KEYS, "a run of a grid is one process on one GPU; drop it"),
 }
 
 

@@ -1,7 +1,7 @@
 """Callbacks of a training: four checks that stop a run that would go wrong, and the costs in the Trainer's logs."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from ..engines.optimizer_state import trained_groups
 from ..engines.processes import Processes
 from ..engines.sharding import dtype_of, shape_of
 from ..method.cuda_memory import PeakMemory
@@ -27,7 +28,7 @@ class RequireAllTrained(TrainerCallback):
         optimizer, model = kwargs.get("optimizer"), kwargs.get("model")
         if optimizer is None or model is None:
             return
-        optimized = {id(parameter) for group in _groups(optimizer) for parameter in group}
+        optimized = {id(parameter) for group in trained_groups(optimizer) for parameter in group}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and id(parameter) not in optimized:
                 raise ValueError(
@@ -36,18 +37,8 @@ class RequireAllTrained(TrainerCallback):
                 )
 
 
-def _groups(optimizer: Any) -> Iterable[Iterable[Tensor]]:
-    """The parameters that an optimizer trains, by group.
-
-    The `param_groups` of DeepSpeed's ZeRO hold flat partitions; the parameters themselves are elsewhere.
-    """
-    zero = getattr(optimizer, "optimizer", None)
-    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "fp16_groups", None)  # stages 1 and 2; stage 3
-    return [group["params"] for group in optimizer.param_groups] if groups is None else groups
-
-
 class RequireFp32(TrainerCallback):
-    """Raises RuntimeError before the first step if U, L or R is not fp32, as after a cast by DeepSpeed's bf16 mode."""
+    """Raises RuntimeError before the first step if U, L or R is not fp32, as after a cast by an engine."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, tensor in adapter_tensors(kwargs["model"]).items():

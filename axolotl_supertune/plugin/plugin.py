@@ -72,9 +72,8 @@ class SupertunePlugin(BasePlugin):
         if cfg.get("adapter") not in validation.ADAPTERS:
             return
         if self._inference or cfg.get("merge_lora") or axolotl_compat.is_merging():
-            # Inference and merging run in one process. Axolotl would start DeepSpeed if the key were set, and under
-            # ZeRO-3 load a base without weights; merge-lora removes the key only when it loads the YAML again.
-            cfg["deepspeed"] = None
+            # Inference and merging run in one process; merge-lora says so only when it loads the YAML again.
+            engine_of(cfg).leave_out(cfg)
         if not self.plans_only:
             engine_of(cfg).check_installed()
         trained = Path(cfg.get("output_dir") or ".")

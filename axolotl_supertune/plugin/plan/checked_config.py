@@ -12,6 +12,7 @@ from typing import Any
 
 from axolotl.utils.dict import DictDefault
 
+from ...engines import KEYS
 from ...method.config_error import ConfigError, MissingFileError
 from .. import axolotl_compat, validation
 from ..args import SupertuneArgs
@@ -86,8 +87,8 @@ def _without(left: dict[str, Any], error: ConfigError | MissingFileError) -> dic
 
     A mode or a file that training refuses leaves the rest worth planning; a wrong budget does not.
     """
-    if error.key.startswith("fsdp"):  # its keys only make sense together
-        return {key: value for key, value in left.items() if not key.startswith("fsdp")}
+    if error.key in KEYS:  # those of an engine only make sense together
+        return {key: value for key, value in left.items() if key not in KEYS}
     removable = error.key not in _BUDGET_KEYS or error.key.startswith("calibration_")
     if error.key not in left or not removable:
         raise error

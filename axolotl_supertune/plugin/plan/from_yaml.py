@@ -45,7 +45,7 @@ def engine_of(raw: MutableMapping[str, Any], gpus: int | None) -> Engine:
     """The engine that a YAML names, on `gpus` GPUs, else as many as it shards over, else as `WORLD_SIZE` says.
 
     Raises:
-        ValueError: a DeepSpeed config that cannot be read, or with an unknown stage.
+        ValueError: the settings of the engine cannot be read, or are of no known engine.
     """
     sharded = 1
     for key in ("dp_shard_size", "dp_replicate_size", "context_parallel_size"):
