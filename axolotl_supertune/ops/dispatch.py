@@ -50,7 +50,7 @@ def unsupported_device_reason(device: torch.device, dtype: torch.dtype) -> str |
     return f"the kernels run on CUDA devices, not on {device.type}"
 
 
-def described(device: torch.device, dtype: torch.dtype, rank: int) -> str:
+def describe_implementation(device: torch.device, dtype: torch.dtype, rank: int) -> str:
     """One line for a log: the implementation of adapted layers of this rank, on this device, in this dtype.
 
     Raises:

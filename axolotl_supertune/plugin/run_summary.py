@@ -13,7 +13,7 @@ from rich.table import Table
 from ..engines import engine_of
 from ..method.budget import BudgetRow
 from ..method.calibration_data import TRAINING_SET
-from ..ops.dispatch import described
+from ..ops.dispatch import describe_implementation
 from ..tuner import SupraConfig, SupraLayer, budget_table
 from ..tuner.gradient import sparse_layers
 from ..tuner.quantization.linear import QuantizedSupraLinear
@@ -73,11 +73,11 @@ def kernels(model: Any, cfg: Any) -> str:
     dtype = dtypes[0] if dtypes else getattr(layers[0], "weight_dtype", layers[0].base_layer.weight.dtype)
     if not dense:
         how = "the gradient of U alone; quantized weights are dequantized in every pass"
-        return f"{described(device, dtype, rank=0)} ({how})"
+        return f"{describe_implementation(device, dtype, rank=0)} ({how})"
     rank = max(budget.rank for layer in dense for budget in layer.supra_budget.values())
     gathers = engine_of(cfg).gathers_by
     gathering = f"; {gathers} gathers the weights in every pass" if gathers else ""
-    return described(device, dtype, rank) + gathering
+    return describe_implementation(device, dtype, rank) + gathering
 
 
 def training_facts(cfg: Any) -> tuple[dict[str, str], list[str]]:

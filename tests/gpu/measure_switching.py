@@ -29,6 +29,7 @@ from axolotl_supertune import SupraConfig, hotswap_adapter
 from axolotl_supertune.bench.job import SHAPES, Job
 from axolotl_supertune.bench.worker import build_model
 from axolotl_supertune.method.calibration import default_layers
+from axolotl_supertune.method.cuda_memory import PeakMemory
 
 METHODS = ("super", "supra", "lora", "shira")
 NAMES = ("first", "second")
@@ -76,6 +77,7 @@ def seconds(action, device):
 
 def measure(method, args):
     device = torch.device(args.device)
+    memory = PeakMemory(device)
     model = build_model(Job(method="floor", model=args.model, device=args.device)).eval().requires_grad_(False)
     targets = sorted({name.rpartition(".")[2] for name in default_layers(model)})
     model = get_peft_model(model, config(method, "bottom", targets), adapter_name=NAMES[0])
@@ -137,7 +139,7 @@ def measure(method, args):
     row["merge and unmerge"] = median(merge_and_unmerge, min(5, args.rounds))  # last: LoRA does not come back exactly
     if device.type == "cuda":
         row["card"] = torch.cuda.get_device_name()
-        row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        row["peak, GiB"] = memory.read() / 2**30
     return row
 
 
@@ -155,7 +157,6 @@ def main(arguments=None):
         rows.append(measure(method, args))
         if args.device == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
         if args.output:
             args.output.write_text(
