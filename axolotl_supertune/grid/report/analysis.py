@@ -7,7 +7,7 @@ from ...tasks.benchmarks import BENCHMARKS, find_benchmark
 from ..rate_selection import Choice, Trial, choose_rates
 from ..records import GRID_FILE, SCORES_FILE, BenchmarkScores, Run, Scores, read_runs, read_scores
 from .comparisons import Result, ScoreComparer, seed_differences
-from .findings import Findings
+from .findings import GridFindings
 from .formatting import name_runs
 from .grid_record import GridRecord, read_grid_record
 from .notes import make_notes
@@ -15,7 +15,7 @@ from .score_checks import check_same_questions
 from .statistics import RESAMPLES
 
 
-def analyze(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, seed: int = 0) -> Findings:
+def analyze(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES, seed: int = 0) -> GridFindings:
     """Read the records of a grid and work out everything that a report says.
 
     Learning rates are chosen as the sweep chooses them, among the runs of grid.json's first stage; without a grid.json
@@ -40,7 +40,7 @@ def analyze(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES,
     check_same_questions(score_files)
     benchmarks = _benchmark_sizes(next(iter(score_files.values())).benchmarks) if score_files else {}
     comparer = ScoreComparer(list(benchmarks), resamples, seed)
-    findings = Findings(
+    findings = GridFindings(
         runs=runs,
         left_out=left_out,
         choices=choices,

@@ -14,7 +14,7 @@ BUDGET_TOLERANCE = 0.005
 
 
 @dataclass(frozen=True)
-class Findings:
+class GridFindings:
     """Everything that a report says.
 
     runs: runs of the grid that ended, by method, rate, epochs and seed.

@@ -14,7 +14,7 @@ import yaml
 from ..rate_selection import Trial
 from ..records import CONFIG_FILE, GRID_FILE, last_words
 from .comparisons import Result
-from .findings import BUDGET_TOLERANCE, Findings
+from .findings import BUDGET_TOLERANCE, GridFindings
 from .formatting import join_numbers, name_runs
 
 # Keys of a config.yml in which runs of one method at one rate may differ: the seed, and where files are.
@@ -32,7 +32,7 @@ _MUST_BE_EQUAL = {
 }
 
 
-def make_notes(findings: Findings, runs_dir: Path) -> list[str]:
+def make_notes(findings: GridFindings, runs_dir: Path) -> list[str]:
     """All notes, in the order of the report.
 
     Raises:
@@ -47,7 +47,7 @@ def make_notes(findings: Findings, runs_dir: Path) -> list[str]:
     ]
 
 
-def _notes_on_runs(findings: Findings, runs_dir: Path) -> Iterator[str]:
+def _notes_on_runs(findings: GridFindings, runs_dir: Path) -> Iterator[str]:
     """Runs that are left out, failed, diverged, were not evaluated or have not finished."""
     if findings.left_out:
         yield f"Left out, for {GRID_FILE} has them no longer: {name_runs(findings.left_out)}."
@@ -65,7 +65,7 @@ def _notes_on_runs(findings: Findings, runs_dir: Path) -> Iterator[str]:
         yield f"Not finished: {path.relative_to(runs_dir).as_posix()}."
 
 
-def _notes_on_choices(findings: Findings) -> Iterator[str]:
+def _notes_on_choices(findings: GridFindings) -> Iterator[str]:
     """Methods without a chosen rate, and chosen rates at the edge of those tried."""
     for (method, epochs), choice in findings.choices.items():
         if choice is None:
@@ -77,7 +77,7 @@ def _notes_on_choices(findings: Findings) -> Iterator[str]:
             yield f"{text}: {', '.join(rates)}."
 
 
-def _notes_on_result(result: Result, findings: Findings, runs_dir: Path) -> Iterator[str]:
+def _notes_on_result(result: Result, findings: GridFindings, runs_dir: Path) -> Iterator[str]:
     """Missing seeds and scores, differing settings and missed budgets of one method."""
     choice, name = result.choice, findings.label(result.method, result.epochs)
     trained_seeds = {
@@ -127,7 +127,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _notes_on_scores(findings: Findings, runs_dir: Path) -> Iterator[str]:
+def _notes_on_scores(findings: GridFindings, runs_dir: Path) -> Iterator[str]:
     """What was not scored, or on part of the items, and what is not finite."""
     if not findings.benchmarks:
         yield "No scores yet: this is the training stage alone, without accuracies and comparisons of them."
@@ -151,7 +151,7 @@ def _notes_on_scores(findings: Findings, runs_dir: Path) -> Iterator[str]:
         yield from _notes_on_reference(findings, epochs)
 
 
-def _notes_on_infinite_nlls(findings: Findings, runs_dir: Path) -> Iterator[str]:
+def _notes_on_infinite_nlls(findings: GridFindings, runs_dir: Path) -> Iterator[str]:
     for path, scores in sorted(findings.score_files.items()):
         names = [name for name in findings.benchmarks if not all(map(math.isfinite, scores.benchmarks[name].gold_nll))]
         if names:
@@ -163,7 +163,7 @@ def _notes_on_infinite_nlls(findings: Findings, runs_dir: Path) -> Iterator[str]
             )
 
 
-def _notes_on_reference(findings: Findings, epochs: float) -> Iterator[str]:
+def _notes_on_reference(findings: GridFindings, epochs: float) -> Iterator[str]:
     """Whether scores can be compared with the reference of a number of epochs, and on which seeds."""
     name = findings.label(findings.reference, epochs)
     reference = next((r for r in findings.results if (r.method, r.epochs) == (findings.reference, epochs)), None)
@@ -185,7 +185,7 @@ def _notes_on_reference(findings: Findings, epochs: float) -> Iterator[str]:
         )
 
 
-def _why_no_result(findings: Findings, epochs: float) -> str:
+def _why_no_result(findings: GridFindings, epochs: float) -> str:
     """Why the reference has no result."""
     reference = findings.reference, epochs
     if any((run.key.method, run.key.epochs) == reference for run in findings.runs):
@@ -195,7 +195,7 @@ def _why_no_result(findings: Findings, epochs: float) -> str:
     return "was not trained"
 
 
-def _notes_on_setup(findings: Findings) -> Iterator[str]:
+def _notes_on_setup(findings: GridFindings) -> Iterator[str]:
     """Conditions in which runs differ: sharing of devices, models, data, budgets, devices."""
     runs = [run for result in findings.results for run in result.runs.values()]
     if any(run.jobs_per_gpu > 1 for run in runs):

@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 
 from .comparisons import FEW_ITEMS, Comparison, SeedDifference, with_doubts
-from .findings import Findings
+from .findings import GridFindings
 from .statistics import CONFIDENCE, NO_DIFFERENCE
 from .table_formats import TEXT_COLUMNS
 from .tables import Table
@@ -24,7 +24,7 @@ class VerdictLine:
     methods: dict[str, str]
 
 
-def render_page(findings: Findings, tables: Sequence[Table], figures: Sequence[str]) -> str:
+def render_page(findings: GridFindings, tables: Sequence[Table], figures: Sequence[str]) -> str:
     """The page as Markdown, with all tables and links to the figures NAME.png."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
@@ -73,7 +73,7 @@ def _versions(names_and_versions: Sequence[str]) -> str:
     return ", ".join(f"{name} {' and '.join(of_package)}" for name, of_package in versions.items())
 
 
-def _verdicts(findings: Findings, with_interval: Sequence[SeedDifference]) -> list[VerdictLine]:
+def _verdicts(findings: GridFindings, with_interval: Sequence[SeedDifference]) -> list[VerdictLine]:
     """Differences to the reference: of the validation NLL, if any has an interval, and of each metric."""
 
     def names(of_verdict: Sequence[Comparison | SeedDifference]) -> str:
@@ -87,7 +87,7 @@ def _verdicts(findings: Findings, with_interval: Sequence[SeedDifference]) -> li
     return lines
 
 
-def _base_verdicts(findings: Findings) -> list[VerdictLine]:
+def _base_verdicts(findings: GridFindings) -> list[VerdictLine]:
     """Differences to the model before training: how many methods, with their doubts, and which unless all."""
     lines = []
     for title, comparisons in _by_metric(findings.against_base).items():
@@ -122,11 +122,11 @@ def _by_metric(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]
     return by_title
 
 
-def _label(findings: Findings, compared: Comparison | SeedDifference) -> str:
+def _label(findings: GridFindings, compared: Comparison | SeedDifference) -> str:
     return findings.label(compared.result.method, compared.result.epochs)
 
 
-def _comparison_counts(findings: Findings) -> str:
+def _comparison_counts(findings: GridFindings) -> str:
     """How many comparisons there are of each metric: the families for which p is adjusted."""
     counts = [f"{title}: {len(of_metric)}" for title, of_metric in _by_metric(findings.comparisons).items()]
     base_counts = [str(len(of_metric)) for of_metric in _by_metric(findings.against_base).values()]

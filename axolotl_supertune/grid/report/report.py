@@ -10,7 +10,7 @@ from ...method.atomic_files import put, staged
 from .statistics import CONFIDENCE, RESAMPLES
 
 if TYPE_CHECKING:
-    from .findings import Findings
+    from .findings import GridFindings
 
 # Stems of all files that a report may write; those without content are removed, so that none is left of an earlier one.
 TABLES = (
@@ -55,7 +55,7 @@ def write_report(
     return findings.notes
 
 
-def write(findings: "Findings", output: Path) -> None:
+def write(findings: "GridFindings", output: Path) -> None:
     """Write all files of a report, or none.
 
     Args:

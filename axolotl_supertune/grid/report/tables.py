@@ -10,7 +10,7 @@ import pandas as pd
 
 from ..records import Run, Scores
 from .comparisons import Comparison, Result
-from .findings import BUDGET_TOLERANCE, Findings
+from .findings import BUDGET_TOLERANCE, GridFindings
 from .formatting import short_rate
 from .metrics import accuracies, gold_nlls
 from .statistics import CONFIDENCE, Spread, spread
@@ -42,7 +42,7 @@ class Table:
     records: list[Record]
 
 
-def make_tables(findings: Findings) -> list[Table]:
+def make_tables(findings: GridFindings) -> list[Table]:
     """All tables for which there is data, in the report's order."""
     tables = [summary(findings)]
     if findings.seed_differences:
@@ -58,7 +58,7 @@ def make_tables(findings: Findings) -> list[Table]:
     return [*tables, cost(findings), learning_rates(findings)]
 
 
-def summary(findings: Findings) -> Table:
+def summary(findings: GridFindings) -> Table:
     """A row per method: validation NLL, mean accuracies, gold NLL and perplexity."""
     rows, records = [], []
     for line in _lines(findings, always_base=findings.base_validation_nll is not None):
@@ -84,7 +84,7 @@ def summary(findings: Findings) -> Table:
     return Table("summary", title, pd.DataFrame(rows), records)
 
 
-def validation(findings: Findings) -> Table:
+def validation(findings: GridFindings) -> Table:
     """A row per method: validation NLL less the reference's, over and by seed."""
     rows, records = [], []
     for difference in findings.seed_differences:
@@ -120,12 +120,12 @@ def validation(findings: Findings) -> Table:
     return Table("validation", title, pd.DataFrame(rows), records)
 
 
-def differences(findings: Findings) -> Table:
+def differences(findings: GridFindings) -> Table:
     """A row per comparison with the reference."""
     return _differences("differences", findings.reference, findings.comparisons)
 
 
-def differences_to_base(findings: Findings) -> Table:
+def differences_to_base(findings: GridFindings) -> Table:
     """A row per comparison with the model before training."""
     return _differences("differences_to_base", "the model before training", findings.against_base)
 
@@ -175,7 +175,7 @@ def _differences(name: str, reference: str, comparisons: Sequence[Comparison]) -
     return Table(name, title, pd.DataFrame(rows), records)
 
 
-def accuracy(findings: Findings, rule: str) -> Table:
+def accuracy(findings: GridFindings, rule: str) -> Table:
     """A row per method, a column per benchmark: accuracy on all and on the clean items.
 
     Args:
@@ -208,7 +208,7 @@ def accuracy(findings: Findings, rule: str) -> Table:
     return Table(f"accuracy_{rule}", title, pd.DataFrame(rows), records)
 
 
-def perplexity(findings: Findings) -> Table:
+def perplexity(findings: GridFindings) -> Table:
     """A row per method, a column per benchmark: NLL and perplexity of the gold targets."""
     rows, records = [], []
     for line in _lines(findings):
@@ -226,7 +226,7 @@ def perplexity(findings: Findings) -> Table:
     return Table("perplexity", title, pd.DataFrame(rows), records)
 
 
-def cost(findings: Findings) -> Table:
+def cost(findings: GridFindings) -> Table:
     """A row per method: trained parameters, training time in seconds and peak memory in GiB."""
     rows, records = [], []
     for result in findings.results:
@@ -261,7 +261,7 @@ def cost(findings: Findings) -> Table:
     return Table("cost", title, pd.DataFrame(rows), records)
 
 
-def learning_rates(findings: Findings) -> Table:
+def learning_rates(findings: GridFindings) -> Table:
     """A row per method, a column per rate: validation NLL, the chosen rate in brackets. A record per run."""
     rates = sorted({run.key.learning_rate for run in findings.runs})
     rows = []
@@ -331,7 +331,7 @@ class _Line:
         return cls(cells, record, len(result.runs), nll, list(result.scores.values()))
 
 
-def _lines(findings: Findings, always_base: bool = False) -> list[_Line]:
+def _lines(findings: GridFindings, always_base: bool = False) -> list[_Line]:
     """The model before training, if it was scored or `always_base`, and the results."""
     lines = [_Line.of(result) for result in findings.results]
     if findings.base is not None or always_base:

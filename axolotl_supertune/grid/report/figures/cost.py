@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...records import Run
 from ..comparisons import Result
-from ..findings import Findings
+from ..findings import GridFindings
 from ..metrics import accuracies
 from ..statistics import Spread, spread
 from .style import Style, draw_legend, draw_panels, styles
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Scored = tuple[Result, Spread]
 
 
-def cost(findings: Findings) -> "Figure":
+def cost(findings: GridFindings) -> "Figure":
     """Means over seeds; a row per number of epochs. The legend tells the markers."""
     scored = [(result, accuracy) for result in findings.results if (accuracy := mean_accuracy(result))]
     epochs = sorted({result.epochs for result, _ in scored})
@@ -46,7 +46,7 @@ def _draw_points(
     panel: Any,
     scored: Sequence[Scored],
     value: Callable[[Run], float | None],
-    findings: Findings,
+    findings: GridFindings,
     looks: dict[tuple[str, float], Style],
 ) -> None:
     """Draw one point per method whose runs have the value."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...records import Run
 from ..comparisons import Result
-from ..findings import Findings
+from ..findings import GridFindings
 from ..statistics import Array
 from .style import draw_legend, draw_panels, explain_grey, groups, lines_of_panel, with_margin
 
@@ -19,7 +19,7 @@ Points = list[tuple[int, float]]
 Curve = tuple[Array, Array]
 
 
-def curves(findings: Findings) -> "Figure":
+def curves(findings: GridFindings) -> "Figure":
     """Means over seeds, with the range over seeds as a band; a row per group of methods, all others in grey.
 
     The training loss is a running mean. The validation loss before the first step is left out if there are at least

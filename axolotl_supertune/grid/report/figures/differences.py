@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..findings import Findings
+from ..findings import GridFindings
 from ..metrics import METRICS
 from ..statistics import CONFIDENCE
 from .style import COLORS, draw_panels
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _VERDICT_COLORS = {"better": COLORS[0], "worse": COLORS[1]}
 
 
-def differences(findings: Findings) -> "Figure":
+def differences(findings: GridFindings) -> "Figure":
     """A panel per metric, a row per method: its difference to the reference with the interval."""
     metrics = [metric for metric in METRICS if any(each.metric is metric for each in findings.comparisons)]
     results = [r for r in findings.results if any(each.result is r for each in findings.comparisons)]

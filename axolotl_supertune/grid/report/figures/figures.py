@@ -3,7 +3,7 @@
 import io
 from typing import TYPE_CHECKING, Any
 
-from ..findings import Findings
+from ..findings import GridFindings
 from .cost import cost, mean_accuracy
 from .curves import curves
 from .differences import differences
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg")
 
 
-def make_figures(findings: Findings) -> "dict[str, Figure]":
+def make_figures(findings: GridFindings) -> "dict[str, Figure]":
     """All figures for which there is data, by name."""
     made = {"curves": curves(findings), "learning_rates": learning_rates(findings)}
     if any(mean_accuracy(result) for result in findings.results):

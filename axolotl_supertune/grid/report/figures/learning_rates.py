@@ -11,7 +11,7 @@ import numpy as np
 
 from ...records import Run
 from ..comparisons import Result
-from ..findings import Findings
+from ..findings import GridFindings
 from ..formatting import short_rate
 from ..statistics import spread
 from .style import Group, draw_legend, draw_panels, explain_grey, groups, lines_of_panel, with_margin
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MAX_NAMED = 8
 
 
-def learning_rates(findings: Findings) -> "Figure":
+def learning_rates(findings: GridFindings) -> "Figure":
     """Mean validation NLL by rate, chosen rates ringed; a panel per group of methods, all others in grey.
 
     Means far above the rest, or no better than the model before training, are triangles at the upper edge and named in
@@ -51,7 +51,7 @@ def learning_rates(findings: Findings) -> "Figure":
 class _RateMeans:
     """Mean validation NLLs by rate, and the part of them that the axis shows."""
 
-    findings: Findings
+    findings: GridFindings
 
     @cached_property
     def means(self) -> dict[tuple[str, float], dict[float, float]]:
@@ -92,7 +92,7 @@ class _RateMeans:
         return with_margin(lowest, self.top)
 
 
-def _by_rate(findings: Findings, result: Result) -> dict[float, float]:
+def _by_rate(findings: GridFindings, result: Result) -> dict[float, float]:
     """A method's mean validation NLL by rate, on the seeds on which its rate was chosen."""
     means = {
         rate: spread(

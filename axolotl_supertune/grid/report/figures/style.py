@@ -8,7 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from ..comparisons import Result
-from ..findings import Findings
+from ..findings import GridFindings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def families(methods: Collection[str]) -> dict[str, str]:
     return {method: name if sizes[name] > 1 else "" for method, name in names.items()}
 
 
-def groups(findings: Findings) -> list[Group]:
+def groups(findings: GridFindings) -> list[Group]:
     """All methods but the reference by panel: one group of at most MAX_METHODS, or parts of families of that size."""
     methods = sorted({result.method for result in findings.results} - {findings.reference})
     if len(methods) <= MAX_METHODS:
@@ -69,7 +69,7 @@ def groups(findings: Findings) -> list[Group]:
     return made
 
 
-def styles(findings: Findings) -> dict[tuple[str, float], Style]:
+def styles(findings: GridFindings) -> dict[tuple[str, float], Style]:
     """Styles by (method, epochs), unique for up to 13 panels and 4 numbers of epochs. The reference is black."""
     epochs = sorted({result.epochs for result in findings.results})
     looks = {findings.reference: ("black", "*")}
@@ -81,7 +81,7 @@ def styles(findings: Findings) -> dict[tuple[str, float], Style]:
     }
 
 
-def lines_of_panel(findings: Findings, group: Group) -> Iterator[tuple[Result, dict[str, Any]]]:
+def lines_of_panel(findings: GridFindings, group: Group) -> Iterator[tuple[Result, dict[str, Any]]]:
     """The results that a panel of lines shows, with matplotlib's arguments for their lines.
 
     First the methods of other panels, grey and without a label; then the reference and the group's own methods, in
