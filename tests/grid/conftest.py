@@ -1,4 +1,4 @@
-"""Grids in a folder of their own, and sweeps whose processes are stand-ins that take milliseconds."""
+"""Fixtures: GRID files in a temporary folder, sweeps with fake processes that take milliseconds, recorded runs."""
 
 import functools
 import io
@@ -25,7 +25,7 @@ COMMANDS = {
 
 @pytest.fixture
 def write_grid(tmp_path, monkeypatch):
-    """A function (base={}, **keys) → the path of a GRID file; None drops a key."""
+    """Write a GRID file with its base YAML: (base={}, **keys) → its path; the value None removes a key."""
     monkeypatch.chdir(tmp_path)
     for name in ("text.txt", "train.jsonl", "valid.jsonl"):
         (tmp_path / name).write_text("text")
@@ -48,7 +48,7 @@ def write_grid(tmp_path, monkeypatch):
 
 
 class Stage:
-    """Where stand-ins run: `plan` says what they do, `calls` what they did."""
+    """Runs sweeps with fake processes: `plan` tells them what to do, `calls` returns what they did."""
 
     def __init__(self, folder, write):
         self.folder, self._write = folder, write
@@ -74,7 +74,7 @@ class Stage:
         (self.folder / "plan.json").write_text(json.dumps(self.plan))
 
     def calls(self, kind=None):
-        """What ran since the last time, in its order."""
+        """The calls since the last call of this method, in order."""
         path = Path(self.plan["calls"])
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         path.unlink(missing_ok=True)
@@ -102,5 +102,5 @@ def small(save):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Pictures are not drawn, which takes seconds."""
+    """Skip drawing the figures, which takes seconds."""
     monkeypatch.setattr("axolotl_supertune.grid.report.figures.figures.render", lambda figure, name, kind: b"a picture")

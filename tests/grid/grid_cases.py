@@ -1,4 +1,4 @@
-"""The base YAML and a method of the grids here, and where data for tests is."""
+"""The base YAML and a method of the test grids, and the folder of test data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What tests of reports share: making a report, and reading its tables and notes."""
+"""Makes reports in tests and reads their tables and notes."""
 
 import csv
 

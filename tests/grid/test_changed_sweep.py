@@ -1,4 +1,4 @@
-"""What a sweep left behind is of the files, the YAML and the model of then: with others it is refused, or made anew."""
+"""Records and shared files made from other data, YAMLs or models are refused or made anew."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def test_files_are_read_once_and_recorded(stage, write_grid):
 
 @pytest.mark.parametrize("name", ["train.jsonl", "valid.jsonl"])
 def test_of_other_data_everything_is_prepared_anew(stage, write_grid, name):
-    """Also where runs failed for their data: tokenizing is what has to be repeated."""
+    """Also after runs that failed because of their data: they need tokenizing again."""
     grid = write_grid(score={"runs": "none"})
     stage.plan["behaviour"] = {"lora 0.0001 0": "fail", "magnitude 0.0001 0": "fail"}
     assert not stage.sweep(write_grid(score={"runs": "none"}, learning_rates=[1e-4]))
@@ -88,7 +88,7 @@ def test_data_that_was_tokenized_in_another_order_is_left_alone(stage, write_gri
     "change", [{"shuffle_merged_datasets": False}, {"sequence_len": 300}, {"train_on_inputs": True}], ids=str
 )
 def test_runs_that_tokenize_otherwise_share_no_data(stage, write_grid, change):
-    """Axolotl's own name for tokenized data leaves the first of these out, and the others it would shuffle by seed."""
+    """Axolotl's own name for tokenized data ignores the first of these keys, and shuffles by seed for the others."""
     same = {**MAGNITUDE, "lora_r": 4, "sparse_direction": "top", "lora_target_linear": True}
     methods = {"a": MAGNITUDE, "other": {**MAGNITUDE, **change}, "same": same}
     assert stage.sweep(write_grid(methods=methods, learning_rates=[1e-3], score={"runs": "none"}))
@@ -137,7 +137,7 @@ def test_a_stopped_run_does_not_go_on_with_another_file(stage, write_grid, name)
 
 
 def test_nothing_is_scored_beside_a_report_on_other_data(stage, write_grid):
-    """Else a model that was trained on test questions would be reported as clean."""
+    """Otherwise a model that was trained on test questions would be reported as clean."""
     grid = write_grid()
     assert stage.sweep(grid, until="choose")
     change("train.jsonl")
@@ -153,7 +153,7 @@ def test_nothing_is_scored_beside_a_report_on_other_data(stage, write_grid):
 
 
 def without_files():
-    """Make the records what an older version left."""
+    """Turn the records into those of an older version."""
     for path in RUNS.glob("*/*/run.json"):
         record = json.loads(path.read_text())
         del record["setup"]["files"]
@@ -179,7 +179,7 @@ def test_records_that_name_no_files_are_taken_as_done(stage, write_grid):
 
 
 def test_committed_records_stay_as_they_are(tmp_path):
-    """Those that name the files they were made from, and those from before any did."""
+    """Records with digests of their files, and older ones without."""
     with_files = set()
     for path in sorted(COMMITTED.glob("lora/*/run.json")):
         run = read_run(path)
@@ -207,7 +207,7 @@ def test_contents_are_those_of_files_and_of_folders(tmp_path, monkeypatch):
 
 
 def test_every_run_that_could_be_used_is_compared_with_the_grid(stage, write_grid):
-    """Second-stage runs of a method that does not lead any more would else be averaged with new ones."""
+    """Otherwise second-stage runs of a method that no longer leads would be averaged with new ones."""
     methods = {
         "lora": {"adapter": "lora"},
         "magnitude": MAGNITUDE,
@@ -308,7 +308,7 @@ def test_what_needs_what_could_not_be_prepared_is_not_started(stage, write_grid,
 
 
 def test_norms_of_a_training_set_that_could_not_be_tokenized_are_not_measured(stage, write_grid):
-    """Measuring them would tokenize it, in an order of its own, and all runs would train on that."""
+    """Measuring them would tokenize the data in another order, and all runs would train on that."""
     stage.plan["prepare_fails"] = ["data"]
     methods = {**WANDA, "on-training-set": {"adapter": "super", "calibration_dataset": "training_set"}}
     grid = write_grid(methods=methods, learning_rates=[1e-3], score={"runs": "none"})

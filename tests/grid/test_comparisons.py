@@ -1,4 +1,4 @@
-"""Differences to the reference and to the model before training, and what a verdict says of them."""
+"""Differences to the reference and to the model before training, and their verdicts."""
 
 import re
 from dataclasses import replace
@@ -17,7 +17,7 @@ from axolotl_supertune.grid.report.statistics import Interval, holm
 
 
 def hand(key, correct, strict, nll):
-    """AddSub with four items, of which the first is not clean, AQuA with two."""
+    """Scores of AddSub with four items, the first not clean, and of AQuA with two."""
     return Scores(
         key=key,
         seconds=1,
@@ -87,7 +87,7 @@ def test_the_seeds_behind_scores_are_counted(save):
 
 
 def test_validation_nlls_are_compared_on_the_seeds_that_both_have(save):
-    """No test score is needed; a seed of one method alone, and a run that diverged, are left out."""
+    """No test score is needed; seeds that only one method has, and diverged runs, are left out."""
     nlls = {
         "lora": {0: 1.0, 1: 1.1, 2: 1.2, 3: 5.0},
         "super": {0: 0.9, 1: 1.01, 2: 1.09, 7: 0.1},
@@ -121,7 +121,7 @@ def test_better_is_said_only_where_the_interval_says_so(small):
 
 @pytest.mark.usefixtures("undrawn")
 def test_all_are_compared_with_no_training(save):
-    """By a family of their own: what is said of differences to the reference is as it was."""
+    """They are a family of comparisons of their own: those with the reference do not change."""
     shares = {"lora": (0.1, 0.1), "super": (0.9, 0.9), "supra": (0.9,), "rosa": (0.15,)}
     runs = [make_run(method, 1e-4, seed) for method, each in shares.items() for seed in range(len(each))]
     scored = [make_scores(run.key, shares[run.key.method][run.key.seed], level=1.2) for run in runs]
@@ -177,7 +177,7 @@ def test_a_verdict_that_one_seed_contradicts_says_so(save):
 
 
 def test_a_verdict_on_several_seeds_of_lora_that_the_common_one_contradicts_says_so(save):
-    """LoRA's mean over its seeds is another number than that of the seed that both ran with."""
+    """LoRA's mean over its seeds differs from its value at the seed that both ran with."""
     keys = [("lora", 0), ("lora", 1), ("lora", 2), ("supra", 0)]
     shares = {("lora", 0): 0.9, ("lora", 1): 0.02, ("lora", 2): 0.02, ("supra", 0): 0.8}
     runs = [make_run(method, 1e-4, seed) for method, seed in keys]
@@ -214,7 +214,7 @@ def test_a_reference_of_one_seed_is_one_seed(save):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("whose", ["super", "lora", "base"])
 def test_a_gold_nll_that_is_not_finite_is_named_and_compared_with_none(save, bad, whose):
-    """It is in one of two seeds; the accuracies are as good as ever, and so is the other benchmark's NLL."""
+    """One of two seeds has it; accuracies and the other benchmark's NLL are still compared."""
     runs = [make_run(method, 1e-4, seed) for method in ("lora", "super", "supra") for seed in (0, 1)]
     scored = {run.key: make_scores(run.key, 0.5) for run in runs}
     scored[None] = make_scores(None, 0.1)

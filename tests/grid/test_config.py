@@ -1,4 +1,4 @@
-"""The GRID file: what it stands for, and what it refuses."""
+"""GRID files: the runs that they stand for, and what is refused in them."""
 
 import pytest
 import yaml
@@ -135,7 +135,7 @@ def test_what_is_refused_names_the_key_the_value_and_the_remedy(write_grid, keys
     ],
 )
 def test_keys_of_a_name_from_a_file_are_laid_over_the_files(write_grid, tmp_path, keys, expected):
-    """Else a method that the file names would be another one under its name."""
+    """Otherwise the method would differ from the library's method of that name."""
     (tmp_path / "library.yml").write_text(yaml.safe_dump({"a": MAGNITUDE}))
     grid = read_grid(write_grid(methods_from="library.yml", methods={"a": keys, "own": {"adapter": "lora"}}))
     assert grid.methods["a"].settings == expected
@@ -181,7 +181,7 @@ def test_numbers_that_are_what_they_should_be_are_taken(write_grid):
     ],
 )
 def test_a_key_that_is_there_twice_is_refused(write_grid, file, text, key):
-    """YAML would take the last one."""
+    """YAML would silently take the last value."""
     path = write_grid()
     path.with_name(file).write_text(text)
     with pytest.raises(

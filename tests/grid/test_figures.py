@@ -1,4 +1,4 @@
-"""What the figures of a report show, with as many methods as a real grid has and with one alone."""
+"""The figures of a report, with as many methods as a real grid has and with a single one."""
 
 import itertools
 
@@ -26,13 +26,13 @@ RATES = (1e-3, 5e-3, 1e-2)
 
 
 def nlls(at):
-    """By rate; lowest at the second one, and of each method its own."""
+    """NLLs by rate, lowest at the second, different for each method."""
     return 0.85 + at / 1000, 0.80 + at / 1000, 0.90 + at / 1000
 
 
 @pytest.fixture
 def find_in(tmp_path):
-    """Findings of runs, each with its scores or None."""
+    """A function (*(run, scores or None)) → findings."""
 
     def findings(*records):
         return analyze(save_records(tmp_path / "runs", *records), resamples=100)
@@ -41,7 +41,7 @@ def find_in(tmp_path):
 
 
 def many(methods=METHODS, epochs=(1,), second_seeds=("lora", "full", "super-top"), changed=()):
-    """Records of many methods; second seeds of some; changed: (method, rate) → validation NLL."""
+    """Records of many methods, with second seeds of some; `changed` maps (method, rate) to another validation NLL."""
     records = []
     for (at, method), epoch in itertools.product(enumerate(methods), epochs):
         for rate, nll in zip(RATES, nlls(at), strict=True):
@@ -61,7 +61,7 @@ def eighteen(find_in):
 
 
 def named(panel):
-    """Lines of a panel that are named, by the method."""
+    """Lines of a panel that have a label, by method."""
     lines = {line.get_label().split("  ")[0]: line for line in panel.get_lines()}
     return {name: line for name, line in lines.items() if not name.startswith("_")}
 
@@ -191,7 +191,7 @@ def test_rings_are_around_the_chosen_rates(eighteen):
 
 
 def test_losses_are_smoothed_over_a_tenth_and_averaged_over_seeds(find_in):
-    """Seed 1 logged at other steps: it is read at those of the longer one."""
+    """Seed 1 logged at other steps: its losses are interpolated at the steps of the longer run."""
     losses = [[(step, float(step % 20)) for step in range(10, 410, 10)], [(step, 7.0) for step in range(20, 400, 20)]]
     evaluations = [[(0, 1.4), (100, 1.2), (200, 1.0)], [(0, 1.4), (90, 1.3), (190, 1.1)]]
     runs = [

@@ -1,4 +1,4 @@
-"""Which learning rate a method gets."""
+"""The choice of each method's learning rate."""
 
 import dataclasses
 import inspect
@@ -66,7 +66,7 @@ def test_rates_are_compared_by_their_mean_over_the_seeds_that_ran_them_all():
 @pytest.mark.parametrize("diverged", [math.nan, math.inf])
 @pytest.mark.parametrize("other", [1.2, None])
 def test_a_rate_that_diverged_on_a_seed_is_not_chosen(diverged, other):
-    """Its other seeds are luck: the next one may diverge again."""
+    """That its other seeds did not diverge is luck: the next seed may."""
     trials = [trial(1e-4, 0, 1.2), trial(1e-4, 1, other), trial(5e-4, 0, 0.5), trial(5e-4, 1, diverged)]
     choice = choose(*trials)
     assert (choice.learning_rate, choice.validation_nll) == (1e-4, pytest.approx(1.2))

@@ -1,4 +1,4 @@
-"""The records of runs and scores on the disk."""
+"""Reading and writing run.json and scores.json."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_a_setup_is_what_the_yaml_names():
 
 
 def test_records_that_diverged_survive_the_disk(tmp_path):
-    """JSON has no NaN, and a loss of null would not be read."""
+    """JSON has no NaN, and a loss of null could not be read back."""
     run = make_run("lora", 1e-4, nll=float("nan"))
     run.write(tmp_path / run.key.folder / "run.json")
     (again,) = read_runs(tmp_path)

@@ -43,7 +43,7 @@ def reported(tmp_path_factory):
 
 
 def test_the_whole_report(reported):
-    """Against tests/grid/golden; make_golden.py writes it anew."""
+    """Compared with tests/grid/golden, which make_golden.py writes."""
     expected = {f"{name}.{kind}" for name in TABLES for kind in ("csv", "tex")}
     expected |= {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
     assert {path.name for path in reported.iterdir()} == expected | {"report.md", "report.json"}
@@ -80,7 +80,7 @@ def test_json_holds_what_the_tables_do(reported):
 
 
 def test_test_scores_have_no_say_in_the_rate(save):
-    """Every scores.json is replaced by its opposite, and scores appear at the other rates: the choice stays."""
+    """Every scores.json is replaced by opposite scores, and other rates get scores: the choice stays."""
     records, base = grid()
     runs_dir = save(*records, base=base)
     before = analyze(runs_dir, resamples=100)
@@ -143,7 +143,7 @@ def test_a_grid_without_finished_runs_has_no_report(stage, write_grid):
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_method_whose_first_stage_is_gone_is_named(stage, write_grid):
-    """Its other seeds alone are there: no rate can be chosen among them."""
+    """Only its further seeds are left: no rate can be chosen among them."""
     assert stage.sweep(write_grid(learning_rates=[1e-3], chosen=LATER))
     shutil.rmtree(Path("runs") / "magnitude" / "lr0.001-ep1-seed0")
     result = run_report("runs", "--resamples", 100)
@@ -182,7 +182,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("at", [0, 5, len(TABLES), -1])
 def test_a_report_that_does_not_fit_leaves_the_earlier_one_whole(small, monkeypatch, at):
-    """The disk is full at some file."""
+    """The disk becomes full at some file."""
     assert run_report(small, "--resamples", 100).exit_code == 0
     before = contents(small / "report")
     shutil.rmtree(small / "lora" / "lr0.0005-ep1-seed1")
@@ -245,7 +245,7 @@ def test_a_reference_that_was_never_run_is_refused_and_nothing_is_written(small)
 
 
 def test_the_heading_names_model_data_budget_and_where_it_ran(save):
-    """From run.json, or for one that was recorded without them from config.yml; a failed run has no device to name."""
+    """From run.json, or for old records from config.yml; a failed run has no device."""
     runs = [make_run("lora", 1e-4), make_run("super", 1e-4, setup=None), make_run("full", 1e-4, nll=None, device=None)]
     runs_dir = save(*((run, None) for run in runs))
     (runs_dir / runs[1].key.folder / "config.yml").write_text(
@@ -283,7 +283,7 @@ def test_of_old_records_alone_nothing_is_made_up(save):
 
 
 def test_a_whole_grid_of_records_is_small_and_enough(tmp_path):
-    """As examples/paper/smollm2-135m.yml leaves them, every run scored: 68 of them, and nothing beside the records."""
+    """As many runs as examples/paper/smollm2-135m.yml has, all scored, and no files but the records."""
     items = (("AddSub", 395), ("MultiArith", 600), ("SingleEq", 508), ("gsm8k", 1319), ("AQuA", 254), ("SVAMP", 1000))
     draw = random.Random(0)
     records = []
@@ -309,7 +309,7 @@ def test_nothing_to_report(tmp_path, save):
 
 
 def test_no_rate_for_anyone(save):
-    """Every run diverged: the report says so, and has no method."""
+    """Every run diverged: an error says that no rate can be chosen."""
     runs_dir = save((make_run("lora", 1e-4, nll=float("inf")), None))
     result = run_report(runs_dir)
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""What the repository says of its own grids is what `report` makes of the records in it."""
+"""The committed report and the README's results are what `report` makes from the committed records."""
 
 import csv
 import re
@@ -23,7 +23,7 @@ def made(tmp_path_factory):
 
 
 def test_the_report_is_of_the_records(made):
-    """Texts and tables; pictures differ with the version of matplotlib, and have to be there."""
+    """Texts and tables are equal; figures only have to exist, because they differ with matplotlib's version."""
     kept = {path.name for path in (RESULTS / "report").iterdir()}
     assert kept == {path.name for path in made.iterdir() if path.suffix in (".md", ".csv", ".png")}
     for name in kept:

@@ -1,4 +1,4 @@
-"""A model of a grid on the benchmarks, item by item."""
+"""Scoring a grid's models on the benchmarks, item by item."""
 
 import hashlib
 import json
@@ -90,7 +90,7 @@ def test_an_adapter_is_asked_every_benchmark_item_by_item(request_for, tiny_base
 
 
 def test_what_is_right_is_1(request_for, tiny_base, monkeypatch):
-    """The model answers with the first item's gold answer: that item is right by both rules, wherever it is asked."""
+    """The model always answers with the first item's gold answer: that item is correct by both rules."""
     from lm_eval.models.huggingface import HFLM
 
     answer = load("gsm8k")["test"][0]["answer"]

@@ -1,4 +1,4 @@
-"""Intervals, against scipy's bootstrap, by their symmetries, and by how often they hold the truth."""
+"""Intervals: compared with scipy's, their symmetries, and how often they contain the true difference."""
 
 import math
 
@@ -26,7 +26,7 @@ def bounds(intervals):
 @settings(deadline=None, max_examples=20)
 @given(values, st.integers(1, 3))
 def test_symmetries(combine, random, count):
-    """What is turned round, moved by a constant or scaled turns round, moves and scales the interval."""
+    """Negating, shifting or scaling the values does the same to the interval."""
     strata = [stratum(random, items, weighted=combine == "pooled") for items in (30, 7, 55)[:count]]
     run = {"combine": combine, "resamples": 400}
     plain = bounds(paired_bootstrap(strata, **run))
@@ -72,7 +72,7 @@ def test_as_scipy_has_it():
 
 @pytest.mark.parametrize("combine", ["mean", "pooled"])
 def test_how_often_the_interval_holds_the_truth(combine):
-    """Over 400 worlds whose true difference is 0.2 (0.1 a unit of weight), about 95 % of the intervals hold it."""
+    """Of 400 samples with the true difference 0.2 (0.1 per unit of weight), about 95 % of the intervals contain it."""
     random = np.random.default_rng(5)
     worlds = 400
     weights = [random.integers(5, 15, items).astype(float) for items in (60, 100)]
@@ -93,7 +93,7 @@ def test_equal_methods_do_not_differ():
 
 
 def test_what_only_rounding_tells_apart_is_equal():
-    """Three seeds of thirds: each item's difference is 0 but for its last bit."""
+    """Means over three seeds: each item's difference is 0 up to rounding."""
     noise = np.full((50, 1), (0.1 + 0.2) - 0.3)
     assert (
         paired_bootstrap([Stratum(noise, np.ones(50))], "mean", resamples=200)[0].verdict(True) == "no difference seen"
@@ -136,7 +136,7 @@ def test_verdict(low, high, verdict):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("part", ["values", "weights"])
 def test_what_is_not_finite_is_refused(combine, bad, part):
-    """Every comparison with NaN is false, which would read as a small p."""
+    """Every comparison with NaN is false, which would give a small p."""
     random = np.random.default_rng(0)
     strata = [stratum(random), stratum(random)]
     getattr(strata[1], part).flat[7] = bad
@@ -176,8 +176,8 @@ def test_spread():
 
 
 @given(st.lists(st.floats(-1, 1).map(lambda value: round(value, 3)), min_size=2, max_size=6))
-def test_over_seeds_is_students_paired_test(differences):
-    """scipy's own test of a mean; equal differences, of which it makes NaN, leave no doubt."""
+def test_the_interval_over_seeds_is_students_paired_test(differences):
+    """scipy's test of a mean; for equal differences, where scipy gives NaN, the interval is that number."""
     interval = t_interval(differences)
     if len(set(differences)) == 1:
         assert (interval.low, interval.high) == (interval.difference, interval.difference)

@@ -1,4 +1,4 @@
-"""A sweep runs what is missing and nothing twice, however it was stopped; its processes are stand-ins."""
+"""A sweep runs what is missing and nothing twice, however it was stopped; with fake processes."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def folder(method, rate, seed=0, epochs=1):
 
 
 def weights():
-    """Whose weights are there."""
+    """The runs whose weights exist."""
     return {path.read_text() for path in RUNS.glob("*/*/adapter/adapter_model.safetensors")}
 
 
@@ -148,7 +148,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_repeats_nothing(stage, write_g
 
 @pytest.mark.parametrize("states", [[], ["optimizer.pt"], ["scheduler.pt"]])
 def test_a_stopped_run_without_its_optimizers_state_starts_anew(stage, write_grid, states):
-    """As save_only_model has it; the Trainer would go on, and begin the schedule of the learning rate anew."""
+    """As with save_only_model; the Trainer would resume with a restarted learning rate schedule."""
     stage.plan |= {"behaviour": {"lora 0.0001 0": "stop the sweep"}, "states": states}
     grid = write_grid(score={"runs": "none"})
     with pytest.raises(Signalled, match="SIGTERM"):
@@ -210,7 +210,7 @@ def test_a_run_that_is_chosen_after_its_weights_were_dropped_is_trained_again(st
 
 @pytest.mark.parametrize("keep", ["chosen", "all"])
 def test_a_choice_that_training_again_moves_is_followed(stage, write_grid, keep):
-    """Devices are not deterministic: the second training may be worse, and another rate the best."""
+    """Devices are not deterministic: after a second training another rate may be the best."""
     grid = write_grid(keep=keep, chosen={"seeds": [1], "methods": ["lora"]})
     stage.plan["nll"] = {"lora 0.001 0": 0.5, "lora 0.0001 0": 0.6}
     assert stage.sweep(grid, until="choose")
@@ -324,7 +324,7 @@ def test_no_run_is_started_that_would_end_too_late(stage, write_grid):
 
 
 def test_a_log_says_how_far_it_is_and_how_long_it_will_take(stage, write_grid):
-    """As the bar of a terminal does; of the first runs nobody knows how long they take."""
+    """As a terminal's progress bar does; the first runs have no estimate."""
     grid = write_grid(score={"runs": "none"})
     stage.plan |= {"seconds": 7200, "behaviour": {"magnitude 0.0001 0": "fail"}}
     assert not stage.sweep(grid)

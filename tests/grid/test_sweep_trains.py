@@ -1,4 +1,4 @@
-"""What a run of a grid records, and a sweep with Axolotl's own commands."""
+"""The record of a trained run, and sweeps with Axolotl's own commands."""
 
 import json
 import math
@@ -30,7 +30,7 @@ KNOWN = {"key": KEY.model_dump(), "config_sha256": "0" * 64, "jobs_per_gpu": 3}
 
 @pytest.fixture
 def data(problems, tmp_path):
-    """The word problems, the last 11 of them apart: (training, validation)."""
+    """Word problems as (training, validation), the last 11 for validation."""
     lines = problems[0].read_text().splitlines(keepends=True)
     for name, part in (("train", lines[:-11]), ("valid", lines[-11:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(part))
@@ -62,7 +62,7 @@ def recorded(settings, data, monkeypatch, tmp_path):
 
 
 def nll(model, tokenizer, path):
-    """Nats a target token, one record at a time."""
+    """Nats per target token, evaluated one record at a time."""
     nats = tokens = 0
     for record in map(json.loads, path.read_text().splitlines()):
         prompt = tokenizer(alpaca_prompt(record["instruction"]))["input_ids"]
@@ -159,7 +159,7 @@ def test_the_plugin_says_what_it_is_for(recorded, train, monkeypatch):
 
 @pytest.fixture
 def write_grid(settings, data, tmp_path, monkeypatch):
-    """A function (methods) → path of a GRID file in the working folder, of one rate."""
+    """A function (methods) → path of a GRID file with one rate in the working folder."""
     monkeypatch.chdir(tmp_path)
 
     def write(methods, **changes):
@@ -183,7 +183,7 @@ def write_grid(settings, data, tmp_path, monkeypatch):
 
 
 def test_a_dry_run_says_what_runs_would_be_refused_for(write_grid, problems):
-    """In plan's words, which are training's, each once for all methods that it is about; one text is read once."""
+    """With the messages of `plan` and of training, each once with its methods; a text is read once."""
     wanda = {"adapter": "super"}
     methods = {
         "lora": {"adapter": "lora", "lora_r": 2, "lora_target_linear": True},
@@ -257,7 +257,7 @@ def test_tokenizing_to_no_record_at_all_is_a_failure(write_grid, data, tmp_path,
 
 
 def test_tokenized_data_does_not_depend_on_the_run_that_needs_it_first(write_grid, tmp_path):
-    """A run that is trained again, when the others are done, sees the records in the order of the first time."""
+    """A run that is trained again after the others sees the records in the same order as the first time."""
     from datasets import load_from_disk
 
     write_grid({"lora": {"adapter": "lora"}})

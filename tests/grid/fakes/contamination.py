@@ -1,4 +1,4 @@
-"""Stands in for `python -m axolotl_supertune.tasks contamination FILES --output REPORT`."""
+"""Fake of `python -m axolotl_supertune.tasks contamination FILES --output REPORT`."""
 
 import hashlib
 import json

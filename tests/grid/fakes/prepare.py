@@ -1,4 +1,4 @@
-"""Stands in for `python -m axolotl_supertune.grid.sweep.prepare KIND CONFIG TARGET`."""
+"""Fake of `python -m axolotl_supertune.grid.sweep.prepare KIND CONFIG TARGET`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Stands in for `python -m axolotl_supertune.grid.sweep.scoring REQUEST`."""
+"""Fake of `python -m axolotl_supertune.grid.sweep.scoring REQUEST`."""
 
 import json
 import os

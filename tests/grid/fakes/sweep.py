@@ -1,4 +1,4 @@
-"""A sweep in a process of its own, to be killed: GRID."""
+"""Runs a sweep of the GRID file in the first argument in a process that a test can kill."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Stands in for `axolotl train CONFIG`: does what the JSON file FAKE_PLAN says, and leaves what a run leaves."""
+"""Fake of `axolotl train CONFIG`: does what the JSON file FAKE_PLAN says, and leaves the files of a run."""
 
 import json
 import os
