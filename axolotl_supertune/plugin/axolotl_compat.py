@@ -167,7 +167,7 @@ def _is_called_by(module: str, function: str) -> bool:
 def last_checkpoint(cfg: Any) -> str | None:
     """The checkpoint that the config resumes, if any."""
     # With auto_resume_from_checkpoints this sets cfg.resume_from_checkpoint, as the trainer expects later.
-    # Test: test_train.py::test_resum….
+    # Test: test_axolotl_compat.py::test_the_newest_checkpoint_is_resumed_if_asked.
     return determine_last_checkpoint(cfg)
 
 
@@ -181,13 +181,15 @@ def process_timeout() -> float:
 
 def task_type(model: Any) -> Any:
     """PEFT's task type of a model, as Axolotl writes it into a LoRA's config."""
-    # A private function; the task type decides the class of PeftModel. Test: test_train.py (task_type in the config).
+    # A private function; the task type decides the class of PeftModel.
+    # Test: test_axolotl_compat.py::test_a_model_is_described_as_for_lora.
     return _adapter._get_peft_task_type(model)
 
 
 def linear_layer_names(model: Any) -> list[str]:
     """Last names of the layers that `lora_target_linear` adapts: all linear ones but the output layer."""
-    # Test: test_examples.py and every training, whose layers are these.
+    # If its rule changes, lora_target_linear adapts other layers than it does for LoRA.
+    # Test: test_axolotl_compat.py::test_a_model_is_described_as_for_lora.
     return sorted(_adapter.find_all_linear_names(model))
 
 

@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
+from axolotl.utils.dict import DictDefault
 
 from axolotl_supertune.plugin import axolotl_compat
 
@@ -54,3 +56,26 @@ def test_the_argument_class_of_a_plugin_that_is_not_registered():
 def test_no_command_is_running():
     assert not axolotl_compat.is_evaluating()
     assert not axolotl_compat.is_merging()
+
+
+def test_a_model_is_described_as_for_lora(llama):
+    assert str(axolotl_compat.task_type(llama).value) == "CAUSAL_LM"
+    names = {name.rpartition(".")[2] for name, module in llama.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert axolotl_compat.linear_layer_names(llama) == sorted(names - {"lm_head"})
+
+
+def test_the_newest_checkpoint_is_resumed_if_asked(tmp_path):
+    for step in (8, 16):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert axolotl_compat.last_checkpoint(DictDefault(output_dir=str(tmp_path))) is None
+    asked = DictDefault(output_dir=str(tmp_path), auto_resume_from_checkpoints=True)
+    newest = str(tmp_path / "checkpoint-16")
+    assert axolotl_compat.last_checkpoint(asked) == newest
+    assert asked.resume_from_checkpoint == newest  # as the trainer reads it later
+
+
+def test_the_timeout_of_processes_is_axolotls(monkeypatch):
+    monkeypatch.delenv(axolotl_compat.TIMEOUT_VARIABLE, raising=False)
+    assert axolotl_compat.process_timeout() == 1800
+    monkeypatch.setenv("AXOLOTL_NCCL_TIMEOUT", "7")
+    assert axolotl_compat.process_timeout() == 7
