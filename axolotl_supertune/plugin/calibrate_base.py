@@ -12,7 +12,7 @@ from axolotl.cli.config import load_cfg
 from axolotl.loaders import ModelLoader, load_tokenizer
 
 from .. import engines
-from ..tuner.model import layer_budgets
+from ..tuner.targets import layer_budgets
 from . import validation
 from .axolotl_compat import registered_plugins
 from .create import adapter_config

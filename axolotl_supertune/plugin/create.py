@@ -14,8 +14,8 @@ from ..engines.processes import Processes
 from ..method.activation_norms import ActivationNorms
 from ..method.config_error import ConfigError
 from ..tuner import SupraConfig, SupraLayer
-from ..tuner.base_model import base_quantization
-from ..tuner.model import layer_budgets
+from ..tuner.quantization.settings import base_quantization
+from ..tuner.targets import layer_budgets
 from . import axolotl_compat, validation
 
 

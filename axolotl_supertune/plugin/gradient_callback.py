@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from ..engines.processes import Processes
 from ..method.gradient_scores import passes
 from ..method.scores import SCORES
-from ..tuner.gradient import await_no_more, choose_supports, hold_values, sparse_layers
+from ..tuner.gradient import allow_placeholders, choose_supports, freeze_values, sparse_layers
 from .callbacks import LogCost
 from .verify import check_same_everywhere
 
@@ -62,9 +62,9 @@ class ChooseByGradient(TrainerCallback):
                 f"low_rank_warmup_steps: {warmup} leaves none of this run's {state.max_steps} steps to the sparse "
                 "part; lower it."
             )
-        await_no_more(self._trainer.model)
+        allow_placeholders(self._trainer.model)
         if state.global_step < warmup:
-            self._release = hold_values(self._trainer.model)
+            self._release = freeze_values(self._trainer.model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         config = self._config

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import BitsAndBytesConfig
 
-from ..tuner.base_model import REMEDY, base_quantization, plain_settings, quant_method
+from ..tuner.quantization import REMEDY
+from ..tuner.quantization.settings import base_quantization, plain_settings, quant_method
 from .axolotl_compat import prepare_quantized_model, unquantized_modules
 
 

@@ -1,19 +1,20 @@
-"""SUPRA as a PEFT tuner: config, model, layer. Importing it registers the method with PEFT."""
+"""SUPRA as a PEFT tuner: config, model, layer. Importing it registers the method with PEFT (see `peft_compat`)."""
 
-from .checkpoint import read_adapter, save_whole
+from .checkpoint import extend_saving, read_adapter
 from .config import SupraConfig
 from .hotswap import hotswap_adapter
 from .layer import SupraLayer
 from .linear import SupraLinear
-from .loading import load_whole
-from .model import SupraModel, budget_table, target_layers
-from .model_card import write_cards
+from .loading import extend_loading
+from .model import SupraModel
+from .model_card import extend_model_card
 from .peft_compat import register
+from .targets import budget_table, target_layers
 
 register(SupraConfig, SupraModel)
-save_whole()
-load_whole()
-write_cards()
+extend_saving()
+extend_loading()
+extend_model_card()
 
 __all__ = [
     "SupraConfig",

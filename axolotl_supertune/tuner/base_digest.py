@@ -1,16 +1,16 @@
-"""Whether two base models are one, told from their files: no model is loaded and nothing is downloaded."""
+"""Compare the weights of two base models by their files, without loading a model or downloading anything."""
 
 import hashlib
 import json
 import os
 from pathlib import Path
 
+# Rows that are compared per tensor: evenly spread, including the first and the last.
 _ROWS = 16
-"""Of each tensor, evenly spread, the first and the last among them."""
 
 
 def base_folder(name: str, revision: str | None = None) -> Path | None:
-    """Where the files of a base model are: its folder, or the hub's cache; None if nowhere here."""
+    """The folder of a base model: a local one, or that of the hub's cache; None if it is on neither."""
     from huggingface_hub import snapshot_download
 
     if os.path.isdir(name):
@@ -22,13 +22,13 @@ def base_folder(name: str, revision: str | None = None) -> Path | None:
 
 
 def weight_digests(folder: Path) -> dict[str, str] | None:
-    """sha256 of each tensor's dtype, shape and 16 evenly spread rows (of a vector: all of it), by its name.
+    """Tensor name → sha256 of its dtype, shape and 16 evenly spread rows (all of a vector).
 
     Returns:
-        None if there are no safetensors files, or not all that their index names.
+        None if there are no safetensors files, or if some that the index lists are missing.
 
     Raises:
-        ValueError: a file that cannot be read; names it.
+        ValueError: an unreadable file; the message names it.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -40,7 +40,7 @@ def weight_digests(folder: Path) -> dict[str, str] | None:
         files = sorted(folder.glob("*.safetensors"))
     if not files or not all(file.is_file() for file in files):
         return None
-    found = {}
+    digests = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
@@ -53,20 +53,20 @@ def weight_digests(folder: Path) -> dict[str, str] | None:
                     pieces = [part[row : row + 1] for row in sorted(spread)] or [opened.get_tensor(name)]
                     for piece in pieces:
                         digest.update(piece.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-                    found[name] = digest.hexdigest()
+                    digests[name] = digest.hexdigest()
         except SafetensorError as error:
             raise ValueError(f"{file} is not a readable safetensors file ({error}).") from error
-    return found
+    return digests
 
 
 def same_weights(first: tuple[str, str | None], second: tuple[str, str | None]) -> bool | None:
-    """Whether two bases (name, revision) hold the same weights, None where the files of one are not here."""
-    found = _digests(first, second)
-    return None if isinstance(found, str) else found[0] == found[1]
+    """Whether two bases (name, revision) have the same weights; None if the files of one are not on this machine."""
+    digests = _digests(first, second)
+    return None if isinstance(digests, str) else digests[0] == digests[1]
 
 
 def compared(first: tuple[str, str | None], second: tuple[str, str | None]) -> str:
-    """In words, whether two bases (name, revision) hold the same weights, as far as their files are here."""
+    """`same_weights` in words, with the tensors that differ."""
     digests = _digests(first, second)
     if isinstance(digests, str):
         return f"whether they are the same weights was not checked: those of {digests} are not here"
@@ -80,12 +80,12 @@ def compared(first: tuple[str, str | None], second: tuple[str, str | None]) -> s
 
 
 def _digests(*bases: tuple[str, str | None]) -> list[dict[str, str]] | str:
-    """`weight_digests` of each base, or the name of one whose files are not here."""
+    """`weight_digests` of each base, or the name of one whose files are not on this machine."""
     digests = []
     for name, revision in bases:
         folder = base_folder(name, revision)
-        found = None if folder is None else weight_digests(folder)
-        if found is None:
+        weights = None if folder is None else weight_digests(folder)
+        if weights is None:
             return name
-        digests.append(found)
+        digests.append(weights)
     return digests

@@ -1,10 +1,9 @@
-"""The file of an adapter: written by PEFT's save_pretrained, in the newest format and whole or not at all; read in all.
+"""Adapter files: `save_pretrained` writes them atomically in the newest format, and all formats are read.
 
-Only files are packed. A model's state dict holds plain tensors, so that whatever gathers, shards or broadcasts state
-dicts (accelerate, torch's checkpoints, engines that shard) sees the shapes and dtypes that the modules have.
+Only files are packed (see `file_format`). A model's state dict holds plain tensors, so that code that gathers, shards
+or broadcasts state dicts (engines, accelerate, torch's checkpoints) sees the shapes and dtypes of the modules.
 """
 
-import functools
 import inspect
 import json
 import os
@@ -15,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,19 +22,20 @@ from torch import Tensor
 from ..method.atomic_files import flush, staged
 from .config import SupraConfig
 from .file_format import NAMES, pack_layer, unpack_layer
+from .peft_compat import extend
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-# While a model is saved: the names of the adapters that are, or None where all of them are.
+# While a model is being saved: the names of the saved adapters, or None for all.
 ADAPTERS_TO_SAVE: ContextVar[Sequence[str] | None] = ContextVar("ADAPTERS_TO_SAVE", default=None)
 
 
 def pack(state_dict: Mapping[str, Any], values_dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """A state dict whose SUPRA layers are in the newest format.
+    """A copy of a state dict in which the tensors of SUPRA layers are in the newest format.
 
     Args:
-        state_dict: of a model; what is no tensor of these adapters stays as it is.
-        values_dtypes: `fp32` or `bf16` for every adapter, by name.
+        state_dict: of a model; other tensors are kept.
+        values_dtypes: adapter name → `fp32` or `bf16`.
     """
     packed = dict(state_dict)
     for (layer, adapter), keys in _layers(state_dict).items():
@@ -48,10 +48,10 @@ def pack(state_dict: Mapping[str, Any], values_dtypes: Mapping[str, str]) -> dic
 
 
 def unpack(state_dict: MutableMapping[str, Tensor]) -> dict[str, str]:
-    """Bring the SUPRA layers of a file, or of a state dict made from one, into format 0, in place.
+    """Convert the SUPRA layers of a file, or of a state dict made from one, to format 0, in place.
 
     Returns:
-        What is wrong with a layer, by its name; its tensors are left as they were.
+        Layer name → error, for damaged layers; their tensors are not changed.
     """
     problems = {}
     for (layer, adapter), keys in _layers(state_dict).items():
@@ -67,16 +67,16 @@ def unpack(state_dict: MutableMapping[str, Tensor]) -> dict[str, str]:
 
 
 def unpack_checked(state_dict: MutableMapping[str, Tensor]) -> None:
-    """`unpack`, or a ValueError that names the layer: the checksum does not match, or the format is newer."""
+    """`unpack`; ValueError with the layer's name if a checksum does not match or the format is newer."""
     for layer, problem in unpack(state_dict).items():
         raise ValueError(f"{layer.removeprefix('base_model.model.')}: {problem}")
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a saved adapter as the model has them, by their names without the adapter's, on the CPU.
+    """The tensors of a saved adapter in format 0 on the CPU, by name (without the adapter's name).
 
     Raises:
-        ValueError: the file is damaged, or of a newer format; the message names it and the layer.
+        ValueError: the file is damaged, or of a newer format. The message names file and layer.
     """
     path = Path(folder) / WEIGHTS
     try:
@@ -116,75 +116,75 @@ def read_config(source: str | os.PathLike[str], *, may_be_on_hub: bool = False) 
 
 
 def damaged(path: Path, error: Exception) -> ValueError:
-    """What to raise for a file that safetensors cannot read."""
+    """The error for a file that safetensors cannot read."""
     return ValueError(f"{path}: {error}. The file is damaged: copy or save it anew.")
 
 
-def is_packed(key: str, adapter: str) -> bool:
-    """Whether a key of a state dict is one that only a file has."""
-    return key.endswith((f".supra_codes.{adapter}", f".supra_checksum.{adapter}"))
+def is_packed(key: str, adapter_name: str) -> bool:
+    """Whether a key of a state dict is a tensor of an adapter that only files have."""
+    return key.endswith((f".supra_codes.{adapter_name}", f".supra_checksum.{adapter_name}"))
 
 
-# A key of a tensor: its layer, its name there, and the adapter with its dot, which may look like a tensor's name.
+# Layer, tensor and, with its dot, adapter. An adapter may have the name of a tensor.
 _KEY = re.compile(rf"(.+?)\.supra_({'|'.join(NAMES)})(\.[^.]+)?")
 
 
 def _layers(tensors: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
-    """Keys by layer, adapter (with its dot; empty in a file) and the name of the tensor there."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    """(layer, adapter with its dot, empty in a file) → tensor name → key."""
+    layers: dict[tuple[str, str], dict[str, str]] = {}
     for key in tensors:
         match = _KEY.fullmatch(key)
         if match:
             layer, name, adapter = match.groups()
-            found.setdefault((layer, adapter or ""), {})[name] = key
-    return found
+            layers.setdefault((layer, adapter or ""), {})[name] = key
+    return layers
 
 
-def save_whole() -> None:
-    """Have `PeftModel.save_pretrained` write SUPRA adapters packed, each file whole or not at all.
+def extend_saving() -> None:
+    """Extend `PeftModel.save_pretrained`: SUPRA adapters are packed and written atomically. Later calls do nothing."""
+    extend("save_pretrained", _save_pretrained)
 
-    PEFT writes into a folder inside the target, from which the finished files are moved, the config last. Later calls
-    do nothing; adapters of other methods, and processes that write nothing, pass through.
+
+def _save_pretrained(
+    original: Callable[..., None], model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+) -> None:
+    """`PeftModel.save_pretrained` of a model with SUPRA adapters.
+
+    PEFT writes to a folder inside the target, from which the finished files are moved, the config last. Processes that
+    write nothing (`is_main_process=False`) call PEFT's method unchanged.
     """
-    if not hasattr(PeftModel.save_pretrained, "saves_supra_whole"):
-        PeftModel.save_pretrained = _saving_whole(PeftModel.save_pretrained)
+    values_dtypes = {
+        name: config.values_dtype for name, config in model.peft_config.items() if isinstance(config, SupraConfig)
+    }
+    given = inspect.signature(original).bind(model, save_directory, *args, **kwargs).arguments
+    if not given.get("is_main_process", True) or os.path.isfile(save_directory):
+        return original(model, save_directory, *args, **kwargs)
+    state_dict = kwargs.pop("state_dict", None)
+    packed = pack(model.state_dict() if state_dict is None else state_dict, values_dtypes)
+    target = Path(save_directory)
+    target.mkdir(parents=True, exist_ok=True)
+    with staged(target) as folder:
+        if (target / "README.md").is_file():
+            shutil.copy(target / "README.md", folder)
+        token = ADAPTERS_TO_SAVE.set(given.get("selected_adapters"))
+        try:
+            original(model, os.fspath(folder), *args, state_dict=packed, **kwargs)
+        finally:
+            ADAPTERS_TO_SAVE.reset(token)
+        _move_files(folder, target)
+    return None
 
 
-def _saving_whole(original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        values_dtypes = {
-            name: config.values_dtype for name, config in self.peft_config.items() if isinstance(config, SupraConfig)
-        }
-        given = signature.bind(self, save_directory, *args, **kwargs).arguments
-        if not values_dtypes or not given.get("is_main_process", True) or os.path.isfile(save_directory):
-            return original(self, save_directory, *args, **kwargs)
-        state_dict = kwargs.pop("state_dict", None)
-        packed = pack(self.state_dict() if state_dict is None else state_dict, values_dtypes)
-        target = Path(save_directory)
-        target.mkdir(parents=True, exist_ok=True)
-        with staged(target) as folder:
-            if (target / "README.md").is_file():
-                shutil.copy(target / "README.md", folder)
-            token = ADAPTERS_TO_SAVE.set(given.get("selected_adapters"))
-            try:
-                original(self, os.fspath(folder), *args, state_dict=packed, **kwargs)
-            finally:
-                ADAPTERS_TO_SAVE.reset(token)
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            for path in files:
-                flush(path)
-                (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-            # A kill from here on leaves no weights beside another adapter's config: they would be computed with its α.
-            for path in files:
-                place = target / path.relative_to(folder)
-                if path.name == CONFIG and place.is_file() and place.read_bytes() != path.read_bytes():
-                    place.unlink()
-            for path in sorted(files, key=lambda path: (path.name == CONFIG, path)):
-                path.replace(target / path.relative_to(folder))
-        return None
-
-    save_pretrained.saves_supra_whole = True  # type: ignore[attr-defined]
-    return save_pretrained
+def _move_files(folder: Path, target: Path) -> None:
+    """Move the files of an adapter to its folder, so that a kill never leaves weights beside another config."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        flush(path)
+        (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+    # Weights beside another adapter's config would be computed with its α: a config that changes is removed first.
+    for path in files:
+        destination = target / path.relative_to(folder)
+        if path.name == CONFIG and destination.is_file() and destination.read_bytes() != path.read_bytes():
+            destination.unlink()
+    for path in sorted(files, key=lambda path: (path.name == CONFIG, path)):
+        path.replace(target / path.relative_to(folder))

@@ -1,11 +1,11 @@
-"""The layers of an adapter in a file: supports in two bytes an entry, values in fp32 or bf16, a checksum over both.
+"""File format of an adapter's layers: supports in two bytes per entry, values in fp32 or bf16, and a checksum.
 
-A support is stored as its gaps. Entry i_k is coded as g = i_k − i_{k−1} − 1, with i_{−1} = −1: as g % 65535 after
-g // 65535 codes of 65535, each of which says "65535 further, no entry yet". Every sorted support has one code, and
-every code that ends in an entry is a sorted support. At most c·b / 65535 codes are no entries; the other plan, a count
-per row and a column per entry, takes 2.6 MiB more at the shapes of Llama-3-8B under rank budget 8.
+A support is stored as the gaps between its entries. Entry i_k has the gap g = i_k − i_{k−1} − 1, with i_{−1} = −1. It is
+coded as g // 65535 codes of 65535 ("skip 65535 weights"), followed by g % 65535. Every sorted support has exactly one
+encoding, and every sequence of codes that ends in an entry is a sorted support. At most c·b / 65535 codes are skips. The
+alternative, a count per row and a column per entry, takes 2.6 MiB more for Llama-3-8B at rank budget 8.
 
-Versions of the format, of one layer's tensors:
+Versions, by the tensors of one layer:
 
 - 0: `values`, `L`, `R` (fp32), `indices` (int32, int64 for layers of more than 2³¹ weights), `shape` (int32, [c, b]);
 - 1: `codes` (uint16) instead of `indices` where they take fewer bytes, `values`, `L` and `R` in fp32 or bf16, and
@@ -23,14 +23,14 @@ from ..method.support import index_dtype
 FORMAT = 1
 VALUES_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRAINED = ("values", "L", "R")
-# Every name that a tensor of a layer has in any version.
+# Names of a layer's tensors in all versions.
 NAMES = (*TRAINED, "indices", "shape", "codes", "checksum")
 
-_FURTHER = 2**16 - 1
+_SKIP = 2**16 - 1  # the code for "skip this many weights"
 
 
 def encode_support(indices: Tensor) -> Tensor:
-    """The codes of a support.
+    """Encode a support.
 
     Args:
         indices: (s,) strictly increasing, ≥ 0, any integer dtype.
@@ -47,16 +47,16 @@ def encode_support(indices: Tensor) -> Tensor:
         return gaps.to(torch.uint16)
     if int(gaps.min()) < 0:
         raise ValueError("the support is not a strictly increasing set of indices ≥ 0.")
-    if int(gaps.max()) < _FURTHER:
+    if int(gaps.max()) < _SKIP:
         return gaps.to(torch.uint16)
-    last = torch.cumsum(gaps // _FURTHER + 1, 0)
-    codes = gaps.new_full((int(last[-1]),), _FURTHER)
-    codes[last - 1] = gaps % _FURTHER
+    last = torch.cumsum(gaps // _SKIP + 1, 0)
+    codes = gaps.new_full((int(last[-1]),), _SKIP)
+    codes[last - 1] = gaps % _SKIP
     return codes.to(torch.uint16)
 
 
 def decode_support(codes: Tensor, size: int) -> Tensor:
-    """The support that `encode_support` coded.
+    """Decode what `encode_support` returned.
 
     Args:
         codes: (n,) uint16.
@@ -66,14 +66,14 @@ def decode_support(codes: Tensor, size: int) -> Tensor:
         (s,) strictly increasing, of `index_dtype(size)`, on the codes' device.
 
     Raises:
-        ValueError: other than uint16, a gap without an entry at the end, or an index that the layer does not have.
+        ValueError: not uint16, a skip at the end, or an index outside the layer.
     """
     if codes.dtype != torch.uint16 or codes.dim() != 1:
         raise ValueError(f"codes of a support are 1-D uint16, not {codes.dtype} of shape {tuple(codes.shape)}.")
     if not len(codes):
         return torch.empty(0, dtype=index_dtype(size), device=codes.device)
     steps = codes.to(torch.int32)
-    entries = steps != _FURTHER
+    entries = steps != _SKIP
     steps += entries
     indices = steps.cumsum(0, dtype=torch.int64) - 1
     last = int(indices[-1])
@@ -87,14 +87,14 @@ def decode_support(codes: Tensor, size: int) -> Tensor:
 
 
 def pack_layer(tensors: Mapping[str, Tensor], values_dtype: str = "fp32") -> dict[str, Tensor]:
-    """One layer in the newest format, on the CPU.
+    """Convert one layer to the newest format, on the CPU.
 
     Args:
-        tensors: in format 0, whole: `shape`, and what the budget gave of `values`, `indices`, `L` and `R`.
+        tensors: a complete layer in format 0: `shape`, and those of `values`, `indices`, `L` and `R` that it has.
         values_dtype: `fp32` or `bf16`, of `values`, `L` and `R` in the file.
 
     Raises:
-        ValueError: unknown dtype, or indices that are no support.
+        ValueError: an unknown dtype, or indices that are not strictly increasing.
     """
     if values_dtype not in VALUES_DTYPES:
         raise ValueError(f"values_dtype={values_dtype!r} is not one of {', '.join(VALUES_DTYPES)}.")
@@ -104,7 +104,7 @@ def pack_layer(tensors: Mapping[str, Tensor], values_dtype: str = "fp32") -> dic
             packed[name] = packed[name].to(VALUES_DTYPES[values_dtype]).contiguous()
     if "indices" in packed:
         codes = encode_support(packed["indices"])
-        # A support so thin that its gaps take more bytes than its indices stays what it is.
+        # For a very sparse support the codes can take more bytes than the indices.
         if codes.nbytes < packed["indices"].nbytes:
             del packed["indices"]
             packed["codes"] = codes
@@ -113,10 +113,10 @@ def pack_layer(tensors: Mapping[str, Tensor], values_dtype: str = "fp32") -> dic
 
 
 def unpack_layer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One layer in format 0, values in fp32, each tensor on its device; a layer of format 0 is returned as it is.
+    """Convert one layer of any format to format 0, values in fp32, on the tensors' devices.
 
     Raises:
-        ValueError: a newer format, tensors that are not those the checksum was made of, or codes of no support.
+        ValueError: a newer format, a checksum that does not match, or invalid codes.
     """
     plain = dict(tensors)
     if "checksum" not in plain:
@@ -140,6 +140,7 @@ def unpack_layer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _checksum(tensors: Mapping[str, Tensor], version: int) -> Tensor:
+    """(33,) uint8: the version, and sha256 over name, dtype, shape and bytes of the tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,4 +1,4 @@
-"""Supports chosen by the gradients of training batches: SIFT's and RoSA's."""
+"""Choice of supports by the gradients of training batches, as in SIFT and RoSA."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,20 +24,21 @@ def choose_supports(
     sum_processes: Callable[[Tensor], Tensor] | None = None,
     step: int = 0,
 ) -> None:
-    """Choose the supports of an adapter with `mask_score` gradient or squared_gradient; U is 0 and stays so.
+    """Choose the supports of an adapter with a gradient score (`mask_score`); U stays 0.
 
-    The gradient is that of W in Ŵ, with L and R as they are and no dropout on them. No parameter gets a `.grad`.
+    The gradient is taken with respect to W in Ŵ, with the present L and R and without dropout. No parameter gets a
+    `.grad`.
 
     Args:
         model: a `PeftModel`, or any module that holds the adapted layers; not wrapped by DDP.
-        batches, loss_of, sum_processes: as `gradients.gradient_scores` takes them. Every process chooses, from the same
-            sums, the same supports.
+        batches, loss_of, sum_processes: as `gradient_scores.gradient_scores` takes them. All processes choose the same
+            supports, from the same sums.
         adapter_name: the adapter.
-        step: training steps that L and R have had, to be recorded.
+        step: number of training steps that L and R have had; recorded in the config.
 
     Raises:
-        ValueError: the adapter's supports are not chosen by gradient, or have been; a gradient that is zero all over,
-            NaN or infinite.
+        ValueError: the adapter's supports are not chosen by gradient, or already have been; a gradient that is entirely
+            zero, NaN or infinite.
     """
     config = model.peft_config[adapter_name]
     if not config.awaits_gradient:
@@ -45,7 +46,7 @@ def choose_supports(
             f"adapter {adapter_name!r} awaits no support: mask_score is {config.mask_score!r}, sparse_direction "
             f"{config.sparse_direction!r}, and its gradient was taken: {config.gradient}."
         )
-    await_no_more(model, adapter_name)
+    allow_placeholders(model, adapter_name)
     layers: dict[str, Any] = {layer.supra_layer: layer for layer in sparse_layers(model, adapter_name)}
     with _frozen(model, adapter_name):
         scores = gradient_scores(
@@ -64,14 +65,14 @@ def _selected(score: Tensor, count: int, config: Any) -> Tensor:
     return select_in_layer(lambda start, stop: score[start:stop], score.shape, count, config)
 
 
-def await_no_more(model: nn.Module, adapter_name: str = "default") -> None:
-    """Let an adapter whose support is still to be chosen be run: it is W + γ·L·R until then."""
+def allow_placeholders(model: nn.Module, adapter_name: str = "default") -> None:
+    """Allow forwards of an adapter whose support is yet to be chosen: until then it computes W + γ·L·R."""
     for layer in sparse_layers(model, adapter_name):
         layer.pending_adapters.pop(adapter_name, None)
 
 
-def hold_values(model: nn.Module, adapter_name: str = "default") -> Callable[[], None]:
-    """Keep U where it is, gradients of 0, whatever optimizer holds it. Returns what ends that."""
+def freeze_values(model: nn.Module, adapter_name: str = "default") -> Callable[[], None]:
+    """Replace the gradients of U by zeros, though an optimizer may hold U. Returns a function that ends this."""
     handles = [
         layer.supra_values[adapter_name].register_hook(torch.zeros_like) for layer in sparse_layers(model, adapter_name)
     ]
@@ -84,7 +85,7 @@ def hold_values(model: nn.Module, adapter_name: str = "default") -> Callable[[],
 
 
 def sparse_layers(model: nn.Module, adapter_name: str = "default") -> list[SupraLayer]:
-    """The layers in which an adapter has a sparse part."""
+    """The layers in which the adapter has a sparse part."""
     return [
         module for module in model.modules() if isinstance(module, SupraLayer) and adapter_name in module.supra_values
     ]
@@ -92,18 +93,19 @@ def sparse_layers(model: nn.Module, adapter_name: str = "default") -> list[Supra
 
 @contextlib.contextmanager
 def _frozen(model: nn.Module, adapter_name: str) -> Iterator[None]:
-    """No parameter is trained inside, and the adapter drops nothing out."""
+    """Context in which no parameter requires a gradient and the adapter has no dropout."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     dropouts = [module.supra_dropout for module in model.modules() if isinstance(module, SupraLayer)]
-    before = [dict(each) for each in dropouts]
+    before = [dict(dropout) for dropout in dropouts]
     for parameter in trained:
         parameter.requires_grad_(False)
-    for each in dropouts:
-        each.update({name: 0.0 for name in each if name == adapter_name})
+    for dropout in dropouts:
+        if adapter_name in dropout:
+            dropout[adapter_name] = 0.0
     try:
         yield
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        for each, old in zip(dropouts, before, strict=True):
-            each.update(old)
+        for dropout, old in zip(dropouts, before, strict=True):
+            dropout.update(old)

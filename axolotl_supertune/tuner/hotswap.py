@@ -1,4 +1,4 @@
-"""Another adapter's tensors in the place of one that is loaded: PEFT's `hotswap_adapter`, which knows LoRA alone."""
+"""Replace a loaded adapter's tensors in place by those of a file: PEFT's `hotswap_adapter`, which only supports LoRA."""
 
 from typing import Any
 
@@ -12,18 +12,19 @@ from .rollback import ModelSnapshot
 def hotswap_adapter(
     model: PeftModel, model_name_or_path: str, adapter_name: str, torch_device: str | None = None, **kwargs: Any
 ) -> None:
-    """Put the adapter of a file into the tensors of a loaded one, in place: its name, its parameters and whether it is
-    active stay; values, supports, α and dropout are the file's. What holds the parameters (an optimizer, a compiled
-    graph) goes on holding them.
+    """Replace a loaded adapter by one from a file, in place.
+
+    Name, parameter objects and active state are kept, so an optimizer or a compiled graph keeps its references. Values,
+    supports, α and dropout become those of the file.
 
     Args:
-        model: what `get_peft_model` or `PeftModel.from_pretrained` gave.
+        model: from `get_peft_model` or `PeftModel.from_pretrained`.
         model_name_or_path, torch_device, kwargs: as for `PeftModel.load_adapter`.
-        adapter_name: the adapter that is replaced.
+        adapter_name: the adapter to replace.
 
     Raises:
-        ValueError: no such adapter; it is merged; the file has other layers, ranks or numbers of entries, or is no
-            SUPRA adapter; either trains modules in full. The model is then as it was.
+        ValueError: no such adapter; it is merged; the file has other layers, ranks or sparse counts, or is not a SUPRA
+            adapter; either adapter trains modules in full. The model is then unchanged.
     """
     tuner: Any = model.base_model
     layers = [module for module in tuner.modules() if isinstance(module, SupraLayer)]
@@ -36,13 +37,13 @@ def hotswap_adapter(
     while incoming in model.peft_config:
         incoming += "_"
     try:
-        # is_trainable: else PEFT puts the whole model into evaluation.
+        # Without is_trainable PEFT would switch the whole model to eval mode.
         model.load_adapter(model_name_or_path, incoming, is_trainable=True, torch_device=torch_device, **kwargs)
         config = model.peft_config[incoming]
-        for each in (config_before, config):
-            if each.modules_to_save:
+        for checked in (config_before, config):
+            if checked.modules_to_save:
                 raise ValueError(
-                    f"modules_to_save={each.modules_to_save} are not swapped in place: load the adapter under a name "
+                    f"modules_to_save={checked.modules_to_save} are not swapped in place: load the adapter under a name "
                     "of its own and set_adapter it."
                 )
         layers = [module for module in tuner.modules() if isinstance(module, SupraLayer)]
@@ -65,6 +66,7 @@ def hotswap_adapter(
 
 
 def _swap(layer: SupraLayer, adapter_name: str, incoming: str) -> None:
+    """Copy the tensors and settings of adapter `incoming` of a layer to those of `adapter_name`."""
     layer.invalidate_caches()
     with torch.no_grad():
         for store in (*layer.adapter_layer_names, "supra_indices"):

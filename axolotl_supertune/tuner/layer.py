@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
@@ -14,6 +13,7 @@ from ..engines.sharding import is_whole, shape_of
 from ..method.budget import LayerBudget
 from ..method.support import index_dtype
 from ..ops import LowRank, Sparse, merged_weight
+from .peft_compat import BufferDict
 from .weighted_sum import Combined
 
 # An index that no layer has: room for a support that a checkpoint is still to bring.
@@ -130,7 +130,7 @@ class SupraLayer(BaseTunerLayer):
             if adapter_name in tensors and not tensors[adapter_name].is_meta:
                 tensors[adapter_name] = tensors[adapter_name].to(target)
 
-    def take(self, adapter_name: str, combined: Combined) -> None:
+    def set_tensors(self, adapter_name: str, combined: Combined) -> None:
         """Give an adapter, made with the sizes of `combined`, its tensors; L is divided by the layer's own γ."""
         parts = {"values": combined.values, "L": combined.L, "R": combined.R}
         if combined.L is not None:

@@ -1,90 +1,88 @@
-"""PEFT's ways to load an adapter, for those of SUPRA: refused before anything is changed, or undone."""
+"""Loading SUPRA adapters through PEFT: mismatches are refused before anything changes, and errors are rolled back."""
 
-import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from safetensors import SafetensorError, safe_open
 
 from .checkpoint import CONFIG, WEIGHTS, damaged
 from .config import SupraConfig
 from .layer import SupraLayer
-from .rollback import rollback_on_error
+from .peft_compat import extend, extend_from_pretrained
+from .rollback import rollback_on_error, rollback_once_adapted
 
 
-def load_whole() -> None:
-    """Have `PeftModel.load_adapter` and `from_pretrained` leave the model as it was where they raise, name the file of
-    a SUPRA adapter that safetensors cannot read, and refuse one in the place of another that computes otherwise.
+def extend_loading() -> None:
+    """Extend `PeftModel.load_adapter` and `from_pretrained` for SUPRA adapters; later calls do nothing.
 
-    Later calls do nothing; adapters of other methods pass through.
+    They leave the model as it was if they raise, name a file that safetensors cannot read, and refuse a file in the
+    place of a loaded adapter that has other settings.
     """
-    if not hasattr(PeftModel.load_adapter, "loads_supra_whole"):
-        PeftModel.load_adapter = _loading_whole(PeftModel.load_adapter)
-        PeftModel.from_pretrained = _from_pretrained(PeftModel.from_pretrained)
+    extend("load_adapter", _load_adapter)
+    extend_from_pretrained(rollback_once_adapted)
 
 
-def _loading_whole(original: Any) -> Any:
-    @functools.wraps(original)
-    def load_adapter(self: Any, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.peft_config.get(adapter_name), SupraConfig):
-            _check_replaced(self, model_id, adapter_name, kwargs)
-        with rollback_on_error(self):
-            try:
-                return original(self, model_id, adapter_name, *args, **kwargs)
-            except SafetensorError as error:
-                if not isinstance(self.peft_config.get(adapter_name), SupraConfig):
-                    raise
-                raise damaged(Path(model_id) / WEIGHTS, error) from error
-
-    load_adapter.loads_supra_whole = True  # type: ignore[attr-defined]
-    return load_adapter
-
-
-def _from_pretrained(original: Any) -> Any:
-    @functools.wraps(original.__func__)
-    def from_pretrained(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with rollback_on_error(model):
-            return original.__func__(cls, model, *args, **kwargs)
-
-    return classmethod(from_pretrained)
+def _load_adapter(
+    original: Callable[..., Any],
+    model: Any,
+    model_id: str | os.PathLike[str],
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`PeftModel.load_adapter` of a model with SUPRA adapters."""
+    if isinstance(model.peft_config.get(adapter_name), SupraConfig):
+        _check_replaced(model, model_id, adapter_name, kwargs)
+    with rollback_on_error(model):
+        try:
+            return original(model, model_id, adapter_name, *args, **kwargs)
+        except SafetensorError as error:
+            if not isinstance(model.peft_config.get(adapter_name), SupraConfig):
+                raise
+            raise damaged(Path(model_id) / WEIGHTS, error) from error
 
 
 def _check_replaced(model: Any, model_id: str | os.PathLike[str], adapter_name: str, kwargs: dict[str, Any]) -> None:
-    """Refuse a file whose adapter would be computed with the settings of another one: PEFT takes its tensors alone."""
+    """Refuse a file whose settings differ from those of the loaded adapter that it would replace.
+
+    PEFT copies only the tensors: the adapter would be computed with the α and dropout of the one before.
+    """
     layers = [
         module for module in model.modules() if isinstance(module, SupraLayer) and adapter_name in module.supra_budget
     ]
     if any(adapter_name in layer.pending_adapters for layer in layers):
-        return  # the place that a file is to fill
+        return  # an adapter without tensors yet, which this file brings
     folder = Path(model_id) / (kwargs.get("subfolder") or "")
     if folder.is_dir() and not (folder / CONFIG).is_file():
-        return  # nothing says what its settings are
-    here = model.peft_config[adapter_name]
-    there = PeftConfig.from_pretrained(os.fspath(model_id), **model._split_kwargs(dict(kwargs))[0])
-    if not isinstance(there, SupraConfig):
-        raise ValueError(f"{model_id} holds a {there.peft_type} adapter, {adapter_name!r} is one of SUPRA.")
+        return  # no settings to compare
+    loaded = model.peft_config[adapter_name]
+    saved = PeftConfig.from_pretrained(os.fspath(model_id), **model._split_kwargs(dict(kwargs))[0])
+    if not isinstance(saved, SupraConfig):
+        raise ValueError(f"{model_id} holds a {saved.peft_type} adapter, {adapter_name!r} is one of SUPRA.")
     low_rank = any(adapter_name in layer.supra_L for layer in layers)
-    settings = {key: (getattr(there, key), getattr(here, key)) for key in ("lora_alpha", "lora_dropout") if low_rank}
-    settings["modules_to_save"] = tuple(sorted(set(each.modules_to_save or ())) for each in (there, here))  # type: ignore[assignment]
-    differs = [f"{key} {of_file} (here {own})" for key, (of_file, own) in settings.items() if of_file != own]
-    if not differs and (folder / WEIGHTS).is_file():
-        differs = _other_layers(folder / WEIGHTS, {layer.supra_layer for layer in layers})
-    if differs:
+    settings = {key: (getattr(saved, key), getattr(loaded, key)) for key in ("lora_alpha", "lora_dropout") if low_rank}
+    settings["modules_to_save"] = tuple(sorted(set(each.modules_to_save or ())) for each in (saved, loaded))  # type: ignore[assignment]
+    differences = [f"{key} {in_file} (here {own})" for key, (in_file, own) in settings.items() if in_file != own]
+    if not differences and (folder / WEIGHTS).is_file():
+        differences = _missing_layers(folder / WEIGHTS, {layer.supra_layer for layer in layers})
+    if differences:
         raise ValueError(
-            f"{model_id} has {', '.join(differs)}, and an adapter {adapter_name!r} is here that would keep its own: "
-            "load the file under another name, call delete_adapter first, or hotswap_adapter of axolotl_supertune."
+            f"{model_id} has {', '.join(differences)}, and an adapter {adapter_name!r} is here that would keep its "
+            "own: load the file under another name, call delete_adapter first, or hotswap_adapter of axolotl_supertune."
         )
 
 
-def _other_layers(path: Path, here: set[str]) -> list[str]:
+def _missing_layers(path: Path, adapted: set[str]) -> list[str]:
+    """In words, a layer of the loaded adapter that the file lacks; empty if it has all."""
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
     except SafetensorError:
-        return []  # loading says so
-    ends = ".supra_shape"
-    there = {name.removesuffix(ends).removeprefix("base_model.model.") for name in names if name.endswith(ends)}
-    missing = sorted(here - there)
-    return [f"no {missing[0]} among its layers"] if missing and there else []
+        return []  # loading reports it
+    suffix = ".supra_shape"
+    saved = {name.removesuffix(suffix).removeprefix("base_model.model.") for name in names if name.endswith(suffix)}
+    missing = sorted(adapted - saved)
+    return [f"no {missing[0]} among its layers"] if missing and saved else []

@@ -1,6 +1,5 @@
 """The model card beside an adapter: PEFT's own, with a section on what the adapter is and how it came about."""
 
-import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from peft import PeftModel
 from torch import Tensor
 
 from .checkpoint import ADAPTERS_TO_SAVE
 from .config import SupraConfig
-from .model import budget_table
+from .peft_compat import extend
+from .quantization.settings import settings_backend
+from .targets import budget_table
 
 _PAPER = "*Super-Tuning: From Activation-Aware Pruning to Sparse Fine-Tuning*"
 # Headings of `note_training`, which an export takes over from the adapter's card.
@@ -21,26 +21,22 @@ _OF_THE_TRAINER = ("Training data", "Training", "Axolotl")
 _BEGIN, _END = "<!-- axolotl-supertune: begin -->", "<!-- axolotl-supertune: end -->"
 
 
-def write_cards() -> None:
-    """Have `PeftModel.create_or_update_model_card` describe SUPRA adapters too; later calls do nothing."""
-    original = PeftModel.create_or_update_model_card
-    if hasattr(original, "describes_supra"):
-        return
+def extend_model_card() -> None:
+    """Extend `PeftModel.create_or_update_model_card` to describe SUPRA adapters; later calls do nothing."""
+    extend("create_or_update_model_card", _create_or_update_model_card)
 
-    @functools.wraps(original)
-    def create_or_update_model_card(self: Any, output_dir: str) -> None:
-        original(self, output_dir)
-        saved = ADAPTERS_TO_SAVE.get()
-        configs = {
-            name: config
-            for name, config in self.peft_config.items()
-            if isinstance(config, SupraConfig) and (saved is None or name in saved)
-        }
-        if configs:
-            _describe(Path(output_dir) / "README.md", self, configs)
 
-    create_or_update_model_card.describes_supra = True  # type: ignore[attr-defined]
-    PeftModel.create_or_update_model_card = create_or_update_model_card
+def _create_or_update_model_card(original: Callable[..., None], model: Any, output_dir: str) -> None:
+    """`PeftModel.create_or_update_model_card` of a model with SUPRA adapters."""
+    original(model, output_dir)
+    saved = ADAPTERS_TO_SAVE.get()
+    configs = {
+        name: config
+        for name, config in model.peft_config.items()
+        if isinstance(config, SupraConfig) and (saved is None or name in saved)
+    }
+    if configs:
+        _describe(Path(output_dir) / "README.md", model, configs)
 
 
 def note_training(model: Any, lines: Mapping[str, str], datasets: list[str]) -> None:
@@ -216,9 +212,12 @@ def _base(config: SupraConfig, model: Any) -> str:
 
 
 def _with_bits(name: str, config: SupraConfig) -> str:
-    bits = {"load_in_4bit": "4 bits", "load_in_8bit": "8 bits"}
-    used = [text for key, text in bits.items() if (config.base_quantization or {}).get(key)]
-    return f"{name}, quantized to {used[0]} by bitsandbytes" if used else name
+    """A base model's name, and how it was quantized."""
+    settings = config.base_quantization
+    backend = settings_backend(settings)
+    if not settings or backend is None:
+        return name
+    return f"{name}, quantized to {backend.stored_bits(settings)} bits by {backend.name}"
 
 
 def _gradient(config: SupraConfig) -> str:

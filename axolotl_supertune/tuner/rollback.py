@@ -1,7 +1,8 @@
-"""Snapshot of a model's adapters, and rollback when adding an adapter fails."""
+"""Snapshot of a model's adapters, and rollback when adding a SUPRA adapter fails."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -67,16 +68,49 @@ class ModelSnapshot:
         share_work(self._model)
 
 
+class _Pending:
+    """The snapshot of a `rollback_once_adapted`, None until SUPRA begins to adapt the model."""
+
+    snapshot: ModelSnapshot | None = None
+
+
+_PENDING: ContextVar[_Pending | None] = ContextVar("_PENDING", default=None)
+
+
 @contextmanager
 def rollback_on_error(model: nn.Module) -> Iterator[None]:
-    """Context in which SUPRA adapters are added to `model`: on an error the model is restored to its state before."""
-    before = ModelSnapshot(model)
+    """Context that restores a model with SUPRA adapters to its present state if an error occurs inside."""
+    snapshot = ModelSnapshot(model)
     try:
         yield
     except BaseException:
-        if any(isinstance(module, SupraLayer) for module in model.modules()):
-            before.restore()
+        snapshot.restore()
         raise
+
+
+@contextmanager
+def rollback_once_adapted(model: nn.Module) -> Iterator[None]:
+    """`rollback_on_error` for a model that may or may not get a SUPRA adapter inside.
+
+    The snapshot is taken when SUPRA begins to adapt the model; for other methods nothing is done.
+    """
+    pending = _Pending()
+    token = _PENDING.set(pending)
+    try:
+        yield
+    except BaseException:
+        if pending.snapshot is not None and any(isinstance(module, SupraLayer) for module in model.modules()):
+            pending.snapshot.restore()
+        raise
+    finally:
+        _PENDING.reset(token)
+
+
+def snapshot_if_pending(model: nn.Module) -> None:
+    """Take the snapshot of a `rollback_once_adapted`; called before the first change to the model."""
+    pending = _PENDING.get()
+    if pending is not None and pending.snapshot is None:
+        pending.snapshot = ModelSnapshot(model)
 
 
 def _copied(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an adapter trains in each layer: its budget, and the support that the scores choose."""
+"""Budget and support of each target layer, as a `SupraConfig` describes them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,17 +20,21 @@ from ..method.support import (
     select_each_row,
 )
 from .config import SupraConfig
-from .quantization import bnb
+from .quantization import backend_of
 
 
 def budgets_of(layers: Mapping[str, Any], config: SupraConfig) -> dict[str, LayerBudget]:
-    """The budget of every layer; with `budget_scope: global`, until supports are chosen, what each would have alone.
+    """The budget of every layer. With `budget_scope: global` it is the layer's own budget until supports are chosen.
 
     Args:
         layers: linear layers by name; weights may be on the meta device.
+
+    Raises:
+        ValueError: a saved adapter has no sizes for one of the layers.
+        BudgetError: a budget that a layer cannot have.
     """
     if config.combination is not None:
-        return {name: _combined(layer, config.combination, name) for name, layer in layers.items()}
+        return {name: _combined_budget(layer, config.combination, name) for name, layer in layers.items()}
     if config.budget_scope == "density":
         shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
         return density_budgets(shapes, supra_lambda=config.supra_lambda, r0=config.r0)
@@ -59,65 +63,76 @@ def budgets_of(layers: Mapping[str, Any], config: SupraConfig) -> dict[str, Laye
 def supports_of(
     layers: Mapping[str, Any], budgets: dict[str, LayerBudget], config: SupraConfig, weight_dtype: torch.dtype
 ) -> dict[str, Tensor | None]:
-    """The support of every layer, beside its weight, or None where a checkpoint is to bring it or there is none.
+    """The support (s,) of every layer, on its weight's device; None if s = 0 or if a checkpoint will bring it.
 
-    With `budget_scope: global` what each layer got is put into `budgets` and into the config.
+    Where the model is sharded, all processes must call this: weights are gathered one by one.
 
     Args:
         layers: linear layers by name.
-        weight_dtype: of the dequantized weight of a layer that does not know it.
+        budgets: of these layers. With `budget_scope: global` they are updated to the sparse counts that the layers got.
+        config: how supports are chosen; with `budget_scope: global` its `sparse_counts` are filled in.
+        weight_dtype: dtype of the dequantized weight of a layer that does not know it.
+
+    Raises:
+        ValueError: a weight or score that is NaN or infinite, or layers to compare on the meta device.
     """
     weights: dict[str, Callable[[], Tensor]] = {
         name: partial(_weight, layer, weight_dtype, config) for name, layer in layers.items()
     }
     if config.compares_layers and config.support == "select":
-        return _across(layers, weights, budgets, config)
-    return {name: _alone(layers[name], weights[name], budget, config, name) for name, budget in budgets.items()}
+        return _select_across(layers, weights, budgets, config)
+    return {name: _select(layers[name], weights[name], budget, config, name) for name, budget in budgets.items()}
 
 
 def placeholder(weight: Tensor, count: int, size: int) -> Tensor:
-    """A support that holds the place of one that is still to be chosen: with U = 0 it changes nothing.
+    """A support in place of one that will be chosen by gradient; with U = 0 it has no effect.
 
     Args:
-        weight: beside which it lies, maybe in packed codes.
-        count, size: s and c·b.
+        weight: its device is used; may be packed.
+        count: s.
+        size: c·b.
+
+    Returns:
+        (s,) the first s indices.
     """
     return torch.arange(count, dtype=index_dtype(size), device=weight.device)
 
 
 def select_in_layer(rows: RowScores, shape: Any, count: int, config: SupraConfig) -> Tensor:
-    """The `count` entries of one layer that the config's direction and scope take."""
+    """The support (count,) of one layer by the config's direction and `support_scope`; arguments as `select_by_rows`."""
     select = select_each_row if config.support_scope == "row" else select_by_rows
     return select(rows, shape, count, config.sparse_direction, hybrid_beta=_beta(config))
 
 
-def _alone(
+def _select(
     layer: Any, weight: Callable[[], Tensor], budget: LayerBudget, config: SupraConfig, name: str
 ) -> Tensor | None:
-    home = layer.weight.device
+    """The support of one layer, chosen by its own scores or at random; None as for `supports_of`."""
+    device = layer.weight.device
     if config.support == "saved" or layer.weight.is_meta:
         return None
     count = budget.sparse_count
-    # One dequantized or moved weight at a time.
-    here = weight()
+    # The only gathered, dequantized or moved weight at this time.
+    full = weight()
     if not count or config.by_gradient or config.sparse_direction == "random":
-        check_weight(here, layer=name)
+        check_weight(full, layer=name)
         if not count:
             return None
         if config.by_gradient:
-            return placeholder(layer.weight, count, here.numel())
-        draw = partial(random_rows_support, here.shape) if config.support_scope == "row" else None
-        draw = draw or partial(random_support, here.numel())
-        return draw(count, seed=config.support_seed, layer=name)
-    return select_in_layer(_rows(here, config, name), here.shape, count, config).to(home)
+            return placeholder(layer.weight, count, full.numel())
+        if config.support_scope == "row":
+            return random_rows_support(full.shape, count, seed=config.support_seed, layer=name)
+        return random_support(full.numel(), count, seed=config.support_seed, layer=name)
+    return select_in_layer(_rows(full, config, name), full.shape, count, config).to(device)
 
 
-def _across(
+def _select_across(
     layers: Mapping[str, Any],
     weights: Mapping[str, Callable[[], Tensor]],
     budgets: dict[str, LayerBudget],
     config: SupraConfig,
 ) -> dict[str, Tensor | None]:
+    """The supports of all layers by comparing all their scores; updates `budgets` and the config's `sparse_counts`."""
     abstract = next((name for name, layer in layers.items() if layer.weight.is_meta), None)
     if abstract is not None:
         raise ValueError(
@@ -134,8 +149,8 @@ def _across(
     count = sum(budget.sparse_count for budget in budgets.values())
     chosen = select_across(compared, count, config.sparse_direction, hybrid_beta=_beta(config))
     config.sparse_counts = {name: len(support) for name, support in zip(layers, chosen, strict=True)}
-    for name, here in config.sparse_counts.items():
-        budgets[name] = _with_count(budgets[name], here)
+    for name, layer_count in config.sparse_counts.items():
+        budgets[name] = _with_count(budgets[name], layer_count)
     return {
         name: support.to(layers[name].weight.device) if len(support) else None
         for name, support in zip(layers, chosen, strict=True)
@@ -154,24 +169,26 @@ def _beta(config: SupraConfig) -> float:
     return 0.5 if config.hybrid_beta is None else config.hybrid_beta
 
 
-def _weight(layer: Any, otherwise: torch.dtype, config: SupraConfig) -> Tensor:
+def _weight(layer: Any, default_dtype: torch.dtype, config: SupraConfig) -> Tensor:
     """What the scores are computed from, where supports are chosen: the weight, dequantized where it is quantized.
 
     A sharded weight is gathered, so all processes choose the supports of all layers, in one order.
     """
     weight = sharding.whole(layer.weight)
-    if bnb.bits(layer) is not None and not weight.is_meta:
-        weight = bnb.dequantized(layer, bnb.weight_dtype(layer, otherwise))
+    backend = backend_of(layer)
+    if backend is not None and not weight.is_meta:
+        weight = backend.dequantize(layer, backend.weight_dtype(layer, default_dtype))
     weight = weight.detach()
     return weight if config.support_device is None else weight.to(config.support_device)
 
 
 def _with_count(budget: LayerBudget, count: int) -> LayerBudget:
-    """A budget whose sparse part has been given another size."""
+    """A budget with another number of sparse entries."""
     return replace(budget, total=budget.low_rank_count + count, sparse_count=count)
 
 
-def _combined(base: Any, combination: Mapping[str, Any], name: str) -> LayerBudget:
+def _combined_budget(base: Any, combination: Mapping[str, Any], name: str) -> LayerBudget:
+    """The budget of a layer of a combined adapter, from the sizes that its config stores."""
     sizes = combination["layers"].get(name)
     if sizes is None:
         raise ValueError(

@@ -7,7 +7,7 @@ from tiny_llama import NARROW, make_llama
 
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.method.support import select_support
-from axolotl_supertune.tuner.gradient import choose_supports, hold_values, sparse_layers
+from axolotl_supertune.tuner.gradient import choose_supports, freeze_values, sparse_layers
 
 IDS = torch.randint(3, 64, (4, 2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -103,7 +103,7 @@ def test_held_values_stay_at_zero_under_adam():
     model = adapted(supra_lambda=0.5)
     for layer in sparse_layers(model):
         layer.pending_adapters.clear()
-    release = hold_values(model)
+    release = freeze_values(model)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
     loss_of(model)(IDS[0]).backward()
     optimizer.step()

@@ -20,7 +20,9 @@ from axolotl_supertune.ops import merged_weight
 from axolotl_supertune.ops.dispatch import unsupported_tensor_reason
 from axolotl_supertune.tuner import SupraLinear
 from axolotl_supertune.tuner.base_model import read_parameter
-from axolotl_supertune.tuner.quantization import bnb as quantized
+from axolotl_supertune.tuner.quantization import BACKENDS, backend_of, dense_linear, is_quantized, stored_bytes
+from axolotl_supertune.tuner.quantization.backend import Backend
+from axolotl_supertune.tuner.quantization.bitsandbytes import Bitsandbytes
 from axolotl_supertune.tuner.quantization.linear import QuantizedSupraLinear
 
 KINDS = {
@@ -28,6 +30,7 @@ KINDS = {
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
 }
+BITSANDBYTES = Bitsandbytes()
 STORED_WIDE = {"bnb_4bit_quant_storage": torch.bfloat16}
 
 
@@ -87,7 +90,7 @@ def dense_copy(model):
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedSupraLinear):
-            dense = SupraLinear(quantized.dense(module.base_layer, module.base_weight()), module.supra_layer)
+            dense = SupraLinear(dense_linear(module.base_layer, module.base_weight()), module.supra_layer)
             for key, value in vars(module).items():
                 if key.startswith("supra_") or key == "_active_adapter":
                     setattr(dense, key, value)
@@ -130,7 +133,7 @@ def wrap(layer, dtype=torch.float32, supra_lambda=0.5, dropout=0.0, **changes):
     knobs = {"target_modules": ["layer"], "supra_lambda": supra_lambda, "lora_dropout": dropout, "task_type": None}
     adapted = get_peft_model(model, config(**{**knobs, **changes}))
     wrapped = adapted.base_model.model["layer"]
-    wrapped.weight_dtype = quantized.weight_dtype(layer, dtype)
+    wrapped.weight_dtype = BITSANDBYTES.weight_dtype(layer, dtype)
     return wrapped
 
 
@@ -141,21 +144,21 @@ def wrap(layer, dtype=torch.float32, supra_lambda=0.5, dropout=0.0, **changes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weight_is_the_librarys_own(kind, dtype):
     layer = make_layer(kind, dtype=dtype)
-    found = quantized.dequantized(layer, dtype)
+    found = BITSANDBYTES.dequantize(layer, dtype)
     expected = own_dequantized(layer, dtype)
     assert found.dtype == dtype
     assert found.shape == (24, 64)
     tolerance = {"rtol": 1e-6, "atol": 0} if dtype == torch.float32 else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(found, expected, **tolerance)
-    assert found.data_ptr() != quantized.dequantized(layer, dtype).data_ptr()
+    assert found.data_ptr() != BITSANDBYTES.dequantize(layer, dtype).data_ptr()
     layer.eval()(torch.zeros(3, 64, dtype=dtype))  # 8-bit layers move their scales at the first forward
-    assert torch.equal(quantized.dequantized(layer, dtype), found)
+    assert torch.equal(BITSANDBYTES.dequantize(layer, dtype), found)
 
 
 def test_layers_that_are_none_of_bitsandbytes_have_no_bits():
-    assert [quantized.bits(make_layer(kind)) for kind in KINDS] == [4, 4, 8]
-    assert quantized.bits(nn.Linear(2, 2)) is None
-    assert quantized.bits(nn.ReLU()) is None
+    assert [BITSANDBYTES.bits(make_layer(kind)) for kind in KINDS] == [4, 4, 8]
+    assert BITSANDBYTES.bits(nn.Linear(2, 2)) is None
+    assert BITSANDBYTES.bits(nn.ReLU()) is None
 
 
 def test_a_4_bit_layer_never_rewrites_its_weight_on_a_cpu(load, ids):
@@ -229,7 +232,7 @@ def test_in_bf16_gradients_are_within_its_rounding_and_summed_in_fp32(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_and_autocast(kind):
     layer = wrap(make_layer(kind), dropout=0.5).train()
-    plain = SupraLinear(quantized.dense(layer.base_layer, layer.base_weight()), "layer")
+    plain = SupraLinear(dense_linear(layer.base_layer, layer.base_weight()), "layer")
     plain._active_adapter = ["default"]
     for key in ("values", "L", "R", "indices", "scaling", "dropout"):
         setattr(plain, f"supra_{key}", getattr(layer, f"supra_{key}"))
@@ -504,7 +507,7 @@ def test_layers_that_are_quantized_and_not_adapted_are_dequantized_too(load, ids
     model = adapt(load("nf4"), target_modules=["q_proj"])
     expected = logits(model, ids)
     merged = model.merge_and_unload()
-    assert not any(quantized.bits(module) for module in merged.modules())
+    assert not any(is_quantized(module) for module in merged.modules())
     torch.testing.assert_close(logits(merged, ids), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -686,3 +689,87 @@ def test_another_layer_of_bitsandbytes_is_refused():
     model = nn.Sequential(Odd(64, 64)).to("cpu")
     with pytest.raises(TypeError, match=r"^0: Odd computes something else"):
         get_peft_model(model, config(target_modules=["0"], task_type=None))
+
+
+class PackedParameter(nn.Parameter):
+    """int8 codes of a library that only this file knows."""
+
+
+class PackedLinear(nn.Linear):
+    """y = x·(codes/64)ᵀ + bias."""
+
+    def __init__(self, c, b):
+        super().__init__(b, c)
+        codes = torch.randint(-64, 64, (c, b), dtype=torch.int8)
+        self.weight = PackedParameter(codes, requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) / 64, self.bias)
+
+
+class Packed(Backend):
+    name = "packed"
+
+    def bits(self, layer):
+        return 8 if self.owns_parameter(getattr(layer, "weight", None)) else None
+
+    def owns_parameter(self, parameter):
+        return type(parameter) is PackedParameter
+
+    def unsupported_reason(self, layer):
+        return None
+
+    def dequantize(self, layer, dtype):
+        return layer.weight.data.to(dtype) / 64
+
+    def weight_dtype(self, layer, default):
+        return default
+
+    def identifying_tensors(self, parameter):
+        return [parameter.detach().reshape(-1).view(torch.uint8)]
+
+    def prepare(self, model):
+        pass
+
+    def remove_marks(self, model):
+        model.is_packed = False
+
+    def plain_settings(self, config):
+        return {"packed": True}
+
+    def owns_settings(self, settings):
+        return bool(settings.get("packed"))
+
+    def weight_settings(self, settings):
+        return dict(settings)
+
+    def describe(self, settings):
+        return "8 bits (packed)"
+
+    def stored_bits(self, settings):
+        return 8
+
+    def stored_bytes(self, format_name, weights, rows):
+        return weights if format_name == "packed" else None
+
+
+def test_a_new_library_is_one_entry_of_the_registry():
+    BACKENDS.append(Packed())
+    try:
+        torch.manual_seed(0)
+        base = PackedLinear(24, 64)
+        assert type(backend_of(base)) is Packed
+        expected = F.linear(torch.ones(2, 64), base.weight.float() / 64, base.bias)
+        layer = wrap(base)
+        assert isinstance(layer, QuantizedSupraLinear)
+        torch.testing.assert_close(layer(torch.ones(2, 64)), expected)
+        layer(torch.ones(2, 64)).sum().backward()
+        assert layer.supra_values["default"].grad.abs().sum() > 0
+        assert stored_bytes("packed", 10.0, 1.0) == 10.0
+    finally:
+        BACKENDS.pop()
+
+
+def test_a_format_that_no_library_has_is_refused():
+    with pytest.raises(ValueError, match="'int3' is not a format of bitsandbytes"):
+        stored_bytes("int3", 1.0, 1.0)

@@ -9,7 +9,7 @@ from axolotl_supertune import SupraConfig, budget_table, calibrate
 from axolotl_supertune.method.budget import density_budgets
 from axolotl_supertune.method.support import row_counts, select_support
 from axolotl_supertune.tuner.gradient import sparse_layers
-from axolotl_supertune.tuner.model import layer_budgets
+from axolotl_supertune.tuner.targets import layer_budgets
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
 

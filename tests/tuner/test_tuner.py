@@ -19,7 +19,7 @@ from axolotl_supertune.method.budget import BudgetError
 from axolotl_supertune.method.scores import SCORES, Score, wanda_score
 from axolotl_supertune.method.support import random_support, select_support
 from axolotl_supertune.tuner import SupraLayer, SupraLinear, read_adapter
-from axolotl_supertune.tuner.model import layer_budgets, target_layers
+from axolotl_supertune.tuner.targets import layer_budgets, target_layers
 
 LAMBDAS = [0, 0.3, 0.5, 0.8, 1]
 DIRECTIONS = ["bottom", "top", "hybrid", "random"]

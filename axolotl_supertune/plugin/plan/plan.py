@@ -34,7 +34,7 @@ def make(
         ValueError: the adapter is another one, its budgets are impossible, or the base model's config cannot be read.
     """
     engine = engine_of(raw, gpus)
-    from ...tuner.model import layer_budgets
+    from ...tuner.targets import layer_budgets
     from ..create import adapter_config, check_all_matched
     from .checked_config import checked_config
     from .data_checks import calibration_findings, data_findings, gradient_findings, start_findings

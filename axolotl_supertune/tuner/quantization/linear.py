@@ -1,4 +1,4 @@
-"""SupraLinear on a base weight that bitsandbytes quantized to 4 or 8 bits."""
+"""QuantizedSupraLinear: SupraLinear on a base weight that is quantized."""
 
 from functools import partial
 from typing import Any, NoReturn
@@ -9,45 +9,47 @@ from torch import Tensor, nn
 from ...ops import LowRank, Sparse
 from ...ops.reference import autocast_dtype
 from ..linear import SupraLinear
-from . import bnb
+from . import BACKENDS, backend_of, dense_linear
 
 
 class QuantizedSupraLinear(SupraLinear):
-    """`Linear4bit` or `Linear8bitLt` with SUPRA adapters: y = x·(W̃ + M⊙U + γ·L·R)ᵀ + bias.
+    """A quantized linear layer with SUPRA adapters: y = x·(W̃ + M⊙U + γ·L·R)ᵀ + bias.
 
-    W̃ is the dequantized weight (see `quantized`). Forward and backward each make W̃ + M⊙U anew, rounded once to
-    `weight_dtype`, and drop it: what is kept is the quantized weight alone. The gradients are exact for that weight.
+    W̃ is the dequantized weight (`Backend.dequantize`). Forward and backward each form W̃ + M⊙U, rounded once to
+    `weight_dtype`, and drop it: only the quantized weight is kept. The gradients are exact for that weight.
 
     Args:
-        base_layer: a layer that `quantized.obstacle` has nothing against.
+        base_layer: a layer of a backend, without an `unsupported_reason`.
         layer: its name.
-        weight_dtype: of W̃ where the layer does not know it (8-bit).
+        weight_dtype: dtype of W̃ if the layer does not know it (8-bit).
     """
 
     def __init__(self, base_layer: nn.Linear, layer: str, weight_dtype: torch.dtype) -> None:
         super().__init__(base_layer, layer)
-        self.weight_dtype = bnb.weight_dtype(base_layer, weight_dtype)
+        backend = backend_of(base_layer)
+        assert backend is not None, "the layer is not quantized"
+        self.backend = backend
+        self.weight_dtype = backend.weight_dtype(base_layer, weight_dtype)
 
     def base_weight(self) -> Tensor:
         """W̃ (c, b), a new tensor of `weight_dtype`."""
-        return bnb.dequantized(self.base_layer, self.weight_dtype)
+        return self.backend.dequantize(self.base_layer, self.weight_dtype)
 
-    # The compiler breaks its graph here: it can look neither into bitsandbytes nor into what is made per layer.
+    # A graph break for the compiler, which can trace neither the library's kernels nor per-layer caches.
     @torch.compiler.disable
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., b) → (..., c), in the dtype of x."""
         return super().forward(x, *args, **kwargs)
 
     def cached_layer(self, x: Tensor) -> None:
-        """None: the kernels keep W + M⊙U in the base weight, and a quantized one has no room for it."""
+        """None: the kernels write U into the base weight, which a quantized one does not allow."""
         return None
 
     def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
-        """y with these parts, as `recomputed_weight_linear`."""
+        """y of these parts, with a recomputed weight."""
         base = self.base_layer
-        # As bitsandbytes chooses it: a 4-bit layer has its own, set by bnb_4bit_compute_dtype or by its first input.
-        compute = getattr(base, "compute_dtype", None) or autocast_dtype(x.device.type) or x.dtype
-        weight = partial(bnb.dequantized, base, self.weight_dtype)
+        compute = self.backend.compute_dtype(base) or autocast_dtype(x.device.type) or x.dtype
+        weight = partial(self.backend.dequantize, base, self.weight_dtype)
         return self.with_recomputed_weight(x, weight, sparse, low_rank, compute=compute, in_place=True)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
@@ -57,22 +59,43 @@ class QuantizedSupraLinear(SupraLinear):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"{self.supra_layer}: its weight is quantized to {bnb.bits(self.base_layer)} bits; merging in place "
-            "would quantize it again and round most of the adapter away. Call merge_and_unload(), which gives a "
+            f"{self.supra_layer}: its weight is quantized to {self.backend.bits(self.base_layer)} bits; merging in "
+            "place would quantize it again and round most of the adapter away. Call merge_and_unload(), which gives a "
             f"dequantized model in {str(self.weight_dtype).removeprefix('torch.')}, or load the base model unquantized."
         )
 
     def merged_linear(self, adapter_names: list[str] | None = None) -> nn.Linear:
         """A dense `nn.Linear` of `weight_dtype` with the active or the named adapters merged in, rounded once."""
         names = self.names_to_merge(adapter_names)
-        return bnb.dense(self.base_layer, self.weight_with(names))
+        return dense_linear(self.base_layer, self.weight_with(names))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        return super()._apply(partial(_uncast, fn), recurse)
+        return super()._apply(partial(_without_unsafe_cast, fn), recurse)
 
 
-def _uncast(fn: Any, tensor: Tensor) -> Tensor:
-    """fn(tensor); of packed bytes that are stored as floats, only the move: a cast would destroy them."""
-    found = fn(tensor)
-    packed = type(tensor).__name__ == "Params4bit" and found.dtype != tensor.dtype
-    return tensor.to(device=found.device) if packed else found
+def dequantize_model(model: nn.Module, weight_dtype: torch.dtype, adapter_names: list[str] | None = None) -> None:
+    """Replace all quantized layers by dense ones, with adapters merged in, and unmark the model as quantized.
+
+    Args:
+        model: a transformers model, in place.
+        weight_dtype: dtype of weights that do not know it (8-bit).
+        adapter_names: the adapters to merge; default the active ones.
+    """
+    for name, module in list(model.named_modules()):
+        backend = backend_of(module)
+        if isinstance(module, QuantizedSupraLinear):
+            model.set_submodule(name, module.merged_linear(adapter_names))
+        elif backend is not None and not name.endswith(".base_layer"):
+            weight = backend.dequantize(module, backend.weight_dtype(module, weight_dtype))
+            model.set_submodule(name, dense_linear(module, weight))
+    for backend in BACKENDS:
+        backend.remove_marks(model)
+
+
+def _without_unsafe_cast(fn: Any, tensor: Tensor) -> Tensor:
+    """fn(tensor); of packed values that are stored as floats only the move to another device, since a cast would
+    destroy them."""
+    result = fn(tensor)
+    if result.dtype != tensor.dtype and not all(backend.is_cast_safe(tensor) for backend in BACKENDS):
+        return tensor.to(device=result.device)
+    return result
