@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from ..method.activation_norms import ActivationNorms
 from ..method.cuda_memory import PeakMemory
 from ..tuner.base_calibration import calibrate
+from ..tuner.quantization.bitsandbytes import nf4_linear
 from .job import ON_4_BITS, Job, model_config
 from .methods import PaperLinear, apply_method
 
@@ -147,21 +148,13 @@ def _quantize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
     Layers are filled one at a time, so that only one is on the GPU unquantized.
     """
-    import bitsandbytes
-
     head = model.get_output_embeddings()
-    options: Any = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
     modules: Any = list(model.named_modules())
     for name, module in modules:
         if isinstance(module, nn.Linear) and module is not head:
             weight = torch.randn(module.weight.shape, dtype=dtype, device=device) * 0.02
-            bias, shape = module.bias is not None, (module.in_features, module.out_features)
-            layer = bitsandbytes.nn.Linear4bit(*shape, bias=bias, compute_dtype=dtype, device="meta", **options)
-            packed: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, module=layer, **options)
-            layer.weight = packed.to(device)  # quantizes
-            if bias:
-                layer.bias = nn.Parameter(torch.zeros(module.out_features, dtype=dtype, device=device))
-            model.set_submodule(name, layer)
+            bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
+            model.set_submodule(name, nf4_linear(weight, bias, device))
         elif any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             with device:
                 module.__init__(module.config)  # rotary embeddings, computed from the config

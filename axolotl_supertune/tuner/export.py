@@ -259,18 +259,17 @@ def _load(source: _Source, base: str | None, dtype: str) -> PeftModel:
         OSError, ValueError: the base model cannot be loaded.
         CannotExport: the adapter does not fit it.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
+
+    from .quantization.settings import load_options
 
     config = source.config
     name = base or config.base_model_name_or_path
     if not name:
         raise ValueError(f"{source.folder}/adapter_config.json names no base model: give one with --base.")
-    quantization: dict[str, Any] = {}
-    if config.base_quantization:
-        quantization["quantization_config"] = BitsAndBytesConfig(**config.base_quantization)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, revision=None if base else config.revision, **quantization
+            name, dtype=dtype, revision=None if base else config.revision, **load_options(config.base_quantization)
         )
     except OSError as error:
         raise OSError(f"the base model {name} cannot be loaded; --base names another place. ({error})") from error

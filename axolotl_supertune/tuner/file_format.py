@@ -1,9 +1,9 @@
 """File format of an adapter's layers: supports in two bytes per entry, values in fp32 or bf16, and a checksum.
 
-A support is stored as the gaps between its entries. Entry i_k has the gap g = i_k − i_{k−1} − 1, with i_{−1} = −1. It is
-coded as g // 65535 codes of 65535 ("skip 65535 weights"), followed by g % 65535. Every sorted support has exactly one
-encoding, and every sequence of codes that ends in an entry is a sorted support. At most c·b / 65535 codes are skips. The
-alternative, a count per row and a column per entry, takes 2.6 MiB more for Llama-3-8B at rank budget 8.
+A support is stored as the gaps between its entries. Entry i_k has the gap g = i_k − i_{k−1} − 1, with i_{−1} = −1. It
+is coded as g // 65535 codes of 65535 ("skip 65535 weights"), followed by g % 65535. Every sorted support has exactly
+one encoding, and every sequence of codes that ends in an entry is a sorted support. At most c·b / 65535 codes are
+skips. The alternative, a count per row and a column per entry, takes 2.6 MiB more for Llama-3-8B at rank budget 8.
 
 Versions, by the tensors of one layer:
 

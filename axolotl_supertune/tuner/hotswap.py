@@ -1,4 +1,4 @@
-"""Replace a loaded adapter's tensors in place by those of a file: PEFT's `hotswap_adapter`, which only supports LoRA."""
+"""Replace a loaded adapter's tensors in place by those of a file; PEFT's `hotswap_adapter` only supports LoRA."""
 
 from typing import Any
 
@@ -43,8 +43,8 @@ def hotswap_adapter(
         for checked in (config_before, config):
             if checked.modules_to_save:
                 raise ValueError(
-                    f"modules_to_save={checked.modules_to_save} are not swapped in place: load the adapter under a name "
-                    "of its own and set_adapter it."
+                    f"modules_to_save={checked.modules_to_save} are not swapped in place: load the adapter under a "
+                    "name of its own and set_adapter it."
                 )
         layers = [module for module in tuner.modules() if isinstance(module, SupraLayer)]
         for layer in layers:

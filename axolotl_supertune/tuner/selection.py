@@ -99,7 +99,7 @@ def placeholder(weight: Tensor, count: int, size: int) -> Tensor:
 
 
 def select_in_layer(rows: RowScores, shape: Any, count: int, config: SupraConfig) -> Tensor:
-    """The support (count,) of one layer by the config's direction and `support_scope`; arguments as `select_by_rows`."""
+    """The support (count,) of one layer by the config's direction and scope; arguments as for `select_by_rows`."""
     select = select_each_row if config.support_scope == "row" else select_by_rows
     return select(rows, shape, count, config.sparse_direction, hybrid_beta=_beta(config))
 

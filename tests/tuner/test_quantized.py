@@ -737,6 +737,9 @@ class Packed(Backend):
     def plain_settings(self, config):
         return {"packed": True}
 
+    def transformers_config(self, settings):
+        return dict(settings)
+
     def owns_settings(self, settings):
         return bool(settings.get("packed"))
 

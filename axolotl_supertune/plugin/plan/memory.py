@@ -217,16 +217,12 @@ def _calibration(shape: Shape, step: Step, engine: Engine, calibration: Calibrat
 
 
 def base_bytes(shape: Shape, step: Step) -> float:
-    """The base weights of one whole model."""
-    linear = {
-        "plain": shape.linear * step.width,
-        # One byte each, and an fp32 scale for each row.
-        "int8": shape.linear + 4 * shape.linear_rows,
-        # Half a byte each, and an fp32 scale for 64 of them.
-        "nf4": shape.linear * (1 / 2 + 4 / 64),
-        # The scales are quantized too: 8 bits each, and an fp32 scale for 256 of them.
-        "nf4-double": shape.linear * (1 / 2 + 1 / 64 + 4 / (64 * 256)),
-    }[step.base]
+    """Bytes of the base weights of one whole model."""
+    linear = float(shape.linear * step.width)
+    if step.base != "plain":
+        from ...tuner.quantization import stored_bytes  # loads torch
+
+        linear = stored_bytes(step.base, shape.linear, shape.linear_rows)
     return linear + (shape.embeddings + shape.other) * step.width
 
 

@@ -84,6 +84,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def transformers_config(self, settings: Mapping[str, Any]) -> Any:
+        """transformers' quantization config of stored settings, for `from_pretrained`."""
+
+    @abstractmethod
     def owns_settings(self, settings: Mapping[str, Any]) -> bool:
         """Whether stored settings are this library's."""
 

@@ -99,6 +99,11 @@ class Bitsandbytes(Backend):
         settings = {key: value for key, value in fields.items() if key.startswith(prefixes)}
         return {key: str(value) if isinstance(value, torch.dtype) else value for key, value in sorted(settings.items())}
 
+    def transformers_config(self, settings: Mapping[str, Any]) -> Any:
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(**settings)
+
     def owns_settings(self, settings: Mapping[str, Any]) -> bool:
         return bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
 
@@ -124,6 +129,28 @@ class Bitsandbytes(Backend):
             "nf4-double": weights * (1 / 2 + 1 / 64 + 4 / (64 * 256)),
         }
         return sizes.get(format_name)
+
+
+def nf4_linear(weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Linear:
+    """A `Linear4bit` as Axolotl loads it for qlora: nf4 with double quantization, computed in the weight's dtype.
+
+    Args:
+        weight: (c, b), quantized here.
+        bias: (c,), or None.
+        device: where the layer is quantized and stays.
+    """
+    import bitsandbytes
+
+    out_features, in_features = weight.shape
+    options: Any = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
+    layer = bitsandbytes.nn.Linear4bit(
+        in_features, out_features, bias=bias is not None, compute_dtype=weight.dtype, device="meta", **options
+    )
+    packed: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, module=layer, **options)
+    layer.weight = packed.to(device)  # quantizes
+    if bias is not None:
+        layer.bias = nn.Parameter(bias)
+    return layer
 
 
 def _quant_state(layer: Any) -> Any:

@@ -51,6 +51,12 @@ def describe(settings: Mapping[str, Any] | None) -> str:
     return "not quantized" if not settings or backend is None else f"quantized to {backend.describe(settings)}"
 
 
+def load_options(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that load a base as these stored settings say."""
+    backend = settings_backend(settings)
+    return {} if not settings or backend is None else {"quantization_config": backend.transformers_config(settings)}
+
+
 def settings_backend(settings: Mapping[str, Any] | None) -> Backend | None:
     """The backend that stored settings belong to; None for an unquantized base."""
     return next((backend for backend in BACKENDS if settings and backend.owns_settings(settings)), None)
