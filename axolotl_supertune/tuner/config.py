@@ -1,4 +1,4 @@
-"""SupraConfig: every knob of Super and Supra with its meaning."""
+"""SupraConfig: all settings of Super and Supra."""
 
 import copy
 import math
@@ -17,9 +17,10 @@ from ..method.support import SPARSE_DIRECTIONS, SUPPORT_SCOPES
 from .file_format import VALUES_DTYPES
 from .peft_compat import peft_type
 
-# Of 16 records, the paper's batch, as many records as calibration has windows.
+# 8 batches of 16 records, the paper's batch size, are as many records as calibration has windows (128).
 DEFAULT_GRADIENT_BATCHES = 8
-_OF_A_PART = (
+# Settings of an adapter that a weighted sum stores of each of its parts.
+_PART_FIELDS = (
     "supra_lambda",
     "lora_alpha",
     "r0",
@@ -35,25 +36,26 @@ _OF_A_PART = (
 
 
 def exact_targets(names: Iterable[str], modules: Iterable[str] | None) -> str | list[str]:
-    """`target_modules` that are these layers and no others, in PEFT, where a listed name is also a suffix of others.
+    """A `target_modules` that matches exactly these layers: in PEFT a listed name also matches as a suffix.
 
     Args:
         names: of the layers.
-        modules: names of all modules of the model, or None where it is not known.
+        modules: names of all modules of the model, or None if unknown.
 
     Returns:
-        The names; a regex where one of them would match another module too, or might.
+        The names; or a regex, if a name would (or, for unknown modules, might) match another module as well.
     """
     exact = list(names)
-    ends = {f".{name}" for name in exact}
+    suffixes = {f".{name}" for name in exact}
     others = None if modules is None else set(modules).difference(exact)
-    if others is not None and not any(other[at:] in ends for other in others for at in _dots(other)):
+    if others is not None and not any(other[dot:] in suffixes for other in others for dot in _dots(other)):
         return exact
     return "|".join(map(re.escape, exact))
 
 
 def _dots(name: str) -> list[int]:
-    return [at for at, character in enumerate(name) if character == "."]
+    """Positions of the dots of a module name."""
+    return [index for index, character in enumerate(name) if character == "."]
 
 
 @dataclass
@@ -67,40 +69,40 @@ class SupraConfig(PeftConfig):
         supra_lambda: λ in [0, 1], the low-rank share of the budget. 0 is Super, 1 is LoRA.
         lora_alpha: α; γ = α/r with the layer's own rank r.
         lora_dropout: dropout on the input of the low-rank part.
-        mask_score: `wanda` or `activation`, the wanda score without |W| (both need `activation_norms`), `magnitude`, or
-            of training batches `gradient` or `squared_gradient`: then `tuner.gradient.choose_supports` chooses the
-            support before it is trained.
-        gradient_batches: of the two last: how many batches; default 8.
-        low_rank_warmup_steps: of the two last: steps in which the low-rank part is trained alone, before the support is
-            chosen. Default 0.
-        sparse_direction: which scores the support takes: `bottom`, `top`, `hybrid` or `random` (needs no score).
-        hybrid_beta: β, share of the largest scores; only with `hybrid`, default 0.5.
+        mask_score: the score that orders the weights, see `method.scores.SCORES`: `wanda` or `activation` (both need
+            `activation_norms`), `magnitude`, or `gradient` or `squared_gradient` of training batches: then
+            `tuner.gradient.choose_supports` must be called before the sparse part is trained.
+        gradient_batches: number of batches of a gradient score; default 8.
+        low_rank_warmup_steps: steps in which only the low-rank part is trained, before a gradient score chooses the
+            support. Default 0.
+        sparse_direction: which scores the support consists of: `bottom`, `top`, `hybrid` or `random` (needs no score).
+        hybrid_beta: β, share of the largest scores in `hybrid`; default 0.5.
         support_seed: seed of `random`.
-        support_scope: `layer` compares scores within a layer, `row` within each of its rows, over which the layer's
-            count is spread evenly.
-        budget_scope: `layer` gives each layer its own T; `density` all layers one density ρ = Σ r0(c+b) / Σ c·b, as the
-            authors' code does; `global` ranks as `layer` does, and the sparse entries of all layers together to where
-            the scores, compared across layers, say.
+        support_scope: `layer` compares the scores within a layer; `row` within each row, with the count spread evenly
+            over the rows.
+        budget_scope: `layer` gives each layer its own T; `density` gives all layers one density
+            ρ = Σ r0(c+b) / Σ c·b, as in the authors' code; `global` gives each layer the rank of `layer`, and
+            distributes the sparse entries of all layers by comparing scores across layers.
         activation_norms: an `ActivationNorms` or the path of a saved one; not saved with the adapter.
-        support_device: where supports are chosen, with one layer's weight there at a time; every device chooses the
-            same. Default where the weight lies; not saved with the adapter.
+        support_device: device on which supports are chosen, one layer at a time; it does not affect the choice.
+            Default the weight's device; not saved with the adapter.
         target_modules: as in LoRA; `None` is every linear layer but the output layer.
         exclude_modules, layers_to_transform, layers_pattern, modules_to_save: as in LoRA.
-        support: `select` chooses the support now; `saved` leaves room for one that a checkpoint brings. A saved
-            adapter's config says `saved`: a support is never chosen again.
-        calibration: filled in: where the activation norms came from.
-        gradient: filled in: when and on what the gradient was taken; None until then.
-        sparse_counts: filled in with `budget_scope: global`: the sparse entries that each layer got.
-        base_quantization: filled in: how bitsandbytes had quantized the base, as `quantization_config` takes it; None
-            for a base that was not.
-        values_dtype: `fp32` or `bf16`, of U, L and R in the adapter's file; trained, and loaded again, in fp32.
-        init_weights: False draws U and L at random instead of 0, for tests.
-        combination: filled in by `add_weighted_adapter`: the adapters with their weights, what each of them was
-            (`parts`), the type, and rank and number of sparse entries of every layer, which follow from no budget;
-            γ = α/r all the same. The knobs of a method are then nobody's.
+        support: `select` chooses the support now; `saved` expects it from a checkpoint. The config of a saved adapter
+            says `saved`: its support is never chosen again.
+        calibration: filled in: provenance of the activation norms.
+        gradient: filled in: step and batches of the gradient that chose the support; None until then.
+        sparse_counts: filled in with `budget_scope: global`: number of sparse entries per layer.
+        base_quantization: filled in: how the base was quantized, as `quantization_config` takes it; None for an
+            unquantized base.
+        values_dtype: `fp32` or `bf16`, of U, L and R in the adapter's file. They are trained and loaded in fp32.
+        init_weights: False draws U and L at random instead of 0; for tests.
+        combination: filled in by `add_weighted_adapter`: the adapters' weights and settings (`parts`), the type of the
+            sum, and rank and sparse count of every layer, since these follow from no budget. γ is α/r as ever. The
+            settings of the method above have no meaning then.
 
     Raises:
-        ValueError: a knob out of range or two that contradict; the message names both and the remedy.
+        ValueError: a setting out of range, or two that contradict; the message names both and the remedy.
     """
 
     r0: int | None = field(default=None, metadata={"help": "Reference rank of the budget T = r0(c+b). Default 8."})
@@ -162,7 +164,7 @@ class SupraConfig(PeftConfig):
         default=None, metadata={"help": "Filled in with budget_scope global: sparse entries of each layer."}
     )
     base_quantization: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Filled in: how bitsandbytes had quantized the base."}
+        default=None, metadata={"help": "Filled in: how the base was quantized."}
     )
     values_dtype: Literal["fp32", "bf16"] = field(
         default="fp32", metadata={"help": "Of U, L and R in the adapter's file; trained in fp32 either way."}
@@ -191,7 +193,15 @@ class SupraConfig(PeftConfig):
             raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform.")
 
     def _check_method(self) -> None:
+        """Fill in defaults that depend on other settings; ValueError as for the class."""
         check_lambda(self.supra_lambda)
+        self._check_budget()
+        self._check_choices()
+        self._check_gradient()
+        self._check_scopes()
+        self._check_numbers()
+
+    def _check_budget(self) -> None:
         if self.sparse_density is not None:
             check_density(self.sparse_density)
             if self.r0 is not None:
@@ -201,12 +211,15 @@ class SupraConfig(PeftConfig):
         else:
             self.r0 = DEFAULT_R0 if self.r0 is None else self.r0
             check_r0(self.r0)
+
+    def _check_choices(self) -> None:
         for key, allowed in (
             ("mask_score", tuple(SCORES)),
             ("sparse_direction", SPARSE_DIRECTIONS),
             ("support_scope", SUPPORT_SCOPES),
             ("budget_scope", BUDGET_SCOPES),
             ("values_dtype", VALUES_DTYPES),
+            ("support", ("select", "saved")),
         ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}.")
@@ -218,8 +231,8 @@ class SupraConfig(PeftConfig):
         if self.sparse_direction == "hybrid":
             self.hybrid_beta = 0.5 if self.hybrid_beta is None else self.hybrid_beta
             check_beta(self.hybrid_beta)
-        self._check_gradient()
-        self._check_scopes()
+
+    def _check_numbers(self) -> None:
         if not (isinstance(self.lora_dropout, (int, float)) and 0 <= self.lora_dropout < 1):
             raise ValueError(f"lora_dropout={self.lora_dropout!r} is not in [0, 1).")
         if not (isinstance(self.lora_alpha, (int, float)) and math.isfinite(self.lora_alpha)):
@@ -228,8 +241,6 @@ class SupraConfig(PeftConfig):
             raise ValueError("lora_alpha=0 scales the low-rank part to nothing: L and R would stay untrained.")
         if isinstance(self.support_seed, bool) or not isinstance(self.support_seed, int) or self.support_seed < 0:
             raise ValueError(f"support_seed={self.support_seed!r} is not an integer ≥ 0.")
-        if self.support not in ("select", "saved"):
-            raise ValueError(f"support={self.support!r} is not one of select, saved.")
 
     def _check_gradient(self) -> None:
         for key, least in (("gradient_batches", 1), ("low_rank_warmup_steps", 0)):
@@ -259,7 +270,7 @@ class SupraConfig(PeftConfig):
             )
         if self.budget_scope != "global":
             return
-        beside = {
+        conflicts = {
             f"sparse_direction={self.sparse_direction!r}": self.sparse_direction == "random" and "compares no scores",
             f"mask_score={self.mask_score!r}": self.by_gradient
             and "would need the dense gradients of all layers at once",
@@ -268,23 +279,23 @@ class SupraConfig(PeftConfig):
             and self.sparse_density is None
             and "has no sparse part to share out",
         }
-        for key, reason in beside.items():
+        for key, reason in conflicts.items():
             if reason:
                 raise ValueError(f"budget_scope='global' does not go with {key}, which {reason}: change one of them.")
 
     @property
     def compares_layers(self) -> bool:
-        """Whether the scores of all layers are one set."""
+        """Whether scores are compared across layers."""
         return self.budget_scope == "global" and self.combination is None
 
     @property
     def has_sparse_part(self) -> bool:
-        """Whether any layer may get single weights: all do but under a rank budget of its own with λ = 1."""
+        """Whether any layer may have a sparse part: False only for λ = 1 with a rank budget per layer."""
         return self.supra_lambda != 1 or self.sparse_density is not None or self.budget_scope == "density"
 
     @property
     def choice_of_support(self) -> str:
-        """How the support is chosen, in a few words; a score is named only where scores are compared."""
+        """How the support is chosen, in a few words; a random support has no score."""
         if not self.has_sparse_part:
             return "no single weights"
         rows = ", by row" if self.support_scope == "row" else ""
@@ -295,12 +306,12 @@ class SupraConfig(PeftConfig):
 
     @property
     def by_gradient(self) -> bool:
-        """Whether the support is chosen by training batches."""
+        """Whether a gradient score chooses the support."""
         return SCORES[self.mask_score].needs == "gradients" and self.sparse_direction != "random"
 
     @property
     def awaits_gradient(self) -> bool:
-        """Whether the support is still to be chosen by training batches; what is there holds its place."""
+        """Whether the support is yet to be chosen by gradient; until then it is a placeholder."""
         return self.by_gradient and self.gradient is None and self.combination is None
 
     @property
@@ -314,7 +325,11 @@ class SupraConfig(PeftConfig):
         )
 
     def loaded_norms(self) -> ActivationNorms | None:
-        """The activation norms, read from their file if a path was given."""
+        """The activation norms, read from their file if a path was given.
+
+        Raises:
+            ValueError: `activation_norms` is neither; or as `ActivationNorms.load`.
+        """
         if isinstance(self.activation_norms, (str, os.PathLike)):
             self.activation_norms = ActivationNorms.load(self.activation_norms)
         if self.activation_norms is not None and not isinstance(self.activation_norms, ActivationNorms):
@@ -325,8 +340,8 @@ class SupraConfig(PeftConfig):
         return self.activation_norms
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but those that are no part of an adapter (`activation_norms`, `support_device`), and but
-        what there is none of."""
+        """The fields that an adapter stores: without `activation_norms` and `support_device`, and without empty
+        optional ones."""
         plain = copy.copy(self)
         plain.activation_norms = plain.support_device = None
         fields = super(SupraConfig, plain).to_dict()
@@ -337,21 +352,21 @@ class SupraConfig(PeftConfig):
         return fields
 
     def as_part(self) -> dict[str, Any]:
-        """What a sum of adapters keeps of one of them: what its method was, and nothing of single layers."""
-        fields = {key: value for key in _OF_A_PART if (value := getattr(self, key)) is not None}
+        """The settings that a weighted sum of adapters stores of this one: those of the method, without layer sizes."""
+        fields = {key: value for key in _PART_FIELDS if (value := getattr(self, key)) is not None}
         if self.combination is not None:
             fields["combination"] = {key: value for key, value in self.combination.items() if key != "layers"}
         return fields
 
     def parts(self) -> dict[str, "SupraConfig"]:
-        """Of a sum of adapters, what they were, by name; empty where a file of before does not say."""
+        """For a weighted sum of adapters, their configs by name; empty for older files, which do not store them."""
         return {name: SupraConfig(**fields) for name, fields in (self.combination or {}).get("parts", {}).items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write adapter_config.json; it says that the support comes with the adapter."""
+        """Write adapter_config.json, with `support: saved`."""
         saved = copy.copy(self)
         saved.support = "saved"
-        for key in ("target_modules", "exclude_modules"):  # sets have no order: equal runs write equal files
+        for key in ("target_modules", "exclude_modules"):  # sorted, so that equal runs write equal files
             if isinstance(getattr(saved, key), set):
                 setattr(saved, key, sorted(getattr(saved, key)))
         super(SupraConfig, saved).save_pretrained(save_directory, **kwargs)

@@ -1,4 +1,4 @@
-"""SupraLayer: any number of adapters of one linear layer, exact merge and unmerge, and what a checkpoint may bring."""
+"""SupraLayer: the adapters of one linear layer, exact merging and unmerging, and checks of checkpoints."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ from ..ops import LowRank, Sparse, merged_weight
 from .peft_compat import BufferDict
 from .weighted_sum import Combined
 
-# An index that no layer has: room for a support that a checkpoint is still to bring.
+# An invalid index, in place of a support that a checkpoint will bring.
 _NO_SUPPORT = -1
 
 
@@ -24,7 +24,7 @@ class SupraLayer(BaseTunerLayer):
     """State of all SUPRA adapters of one linear layer of shape (c, b).
 
     Per adapter: `supra_values` U on the support (s,) fp32, `supra_L` (c, r) fp32, `supra_R` (r, b) fp32, and the
-    buffers `supra_indices` (s,) and `supra_shape` [c, b]. A part that the budget leaves empty has no entry.
+    buffers `supra_indices` (s,) int32 or int64 and `supra_shape` [c, b] int32. A part without parameters has no entry.
     """
 
     adapter_layer_names: tuple[str, ...] = ("supra_values", "supra_L", "supra_R")
@@ -49,7 +49,8 @@ class SupraLayer(BaseTunerLayer):
         self.supra_budget: dict[str, LayerBudget] = {}
         self.supra_scaling: dict[str, float] = {}
         self.supra_dropout: dict[str, float] = {}
-        # Adapters whose tensors a checkpoint is still to bring: they may be neither run nor merged.
+        # Adapters whose tensors or support are yet to come (from a checkpoint, or chosen by gradient): they may be
+        # neither run nor merged.
         self.pending_adapters: dict[str, bool] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
@@ -68,16 +69,17 @@ class SupraLayer(BaseTunerLayer):
         init_weights: bool = True,
         inference_mode: bool = False,
     ) -> None:
-        """Add one adapter, in the place of one that has its name.
+        """Add an adapter, replacing one of the same name.
 
         Args:
+            adapter_name: its name.
             budget: of this layer.
-            support: (s,) sorted flat indices, or None if it cannot be chosen here.
-            awaits_checkpoint: a checkpoint will bring all tensors; until then the adapter is refused.
-            awaits_gradient: `support` holds the place of one that is still to be chosen; until then the same.
+            support: (s,) sorted flat indices, or None if they are yet to come.
+            awaits_checkpoint: a checkpoint will bring all tensors; until then the adapter is pending.
+            awaits_gradient: `support` is a placeholder for one that will be chosen by gradient; until then the same.
             lora_alpha, lora_dropout: α and the dropout of the low-rank part.
             init_weights: U and L start at zero; False draws them, so that tests see a delta.
-            inference_mode: the adapter is not to be trained.
+            inference_mode: the adapter will not be trained.
         """
         count, rank = budget.sparse_count, budget.rank
         if adapter_name in self.supra_budget:
@@ -96,7 +98,7 @@ class SupraLayer(BaseTunerLayer):
             self.supra_values[adapter_name] = nn.Parameter(start)
             self.supra_indices[adapter_name] = support
         if rank:
-            # Drawn in the order and with the calls of PEFT's LoRA, so that one seed gives both the same start.
+            # Drawn in the order and with the calls of PEFT's LoRA, so that equal seeds give equal starts.
             R = nn.Linear(self.in_features, rank, bias=False).weight
             L = nn.Linear(rank, self.out_features, bias=False).weight
             nn.init.kaiming_uniform_(R, a=math.sqrt(5))
@@ -109,18 +111,23 @@ class SupraLayer(BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def set_support(self, adapter_name: str, support: Tensor) -> None:
-        """Use a support that another process chose, whose U, L and R are still to come or are what they are here."""
+        """Replace the support of an adapter; U, L and R are kept.
+
+        Args:
+            adapter_name: the adapter.
+            support: (s,) sorted flat indices, as many as before.
+        """
         self.supra_indices[adapter_name] = support
         self.invalidate_caches()
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Move one adapter beside the base weight, dtypes unchanged.
+        """Move one adapter to the device of the base weight, without a change of dtype.
 
-        PEFT's own version casts to the base's dtype: it would turn int32 indices into bf16 and round U, L and R.
+        PEFT's version casts to the base's dtype, which would turn int32 indices into bf16 and round U, L and R.
         """
         target = device or self.get_base_layer().weight.device
         if target.type == "meta":
-            # The base is only shapes: the parameters are too, so that counting costs nothing.
+            # A base without memory: counting the parameters of its adapters needs none either.
             for parameters in (self.supra_values, self.supra_L, self.supra_R):
                 if adapter_name in parameters:
                     parameters[adapter_name] = nn.Parameter(parameters[adapter_name].to(target))
@@ -131,7 +138,7 @@ class SupraLayer(BaseTunerLayer):
                 tensors[adapter_name] = tensors[adapter_name].to(target)
 
     def set_tensors(self, adapter_name: str, combined: Combined) -> None:
-        """Give an adapter, made with the sizes of `combined`, its tensors; L is divided by the layer's own γ."""
+        """Set the tensors of a combined adapter, which has the sizes of `combined`; L is divided by the layer's γ."""
         parts = {"values": combined.values, "L": combined.L, "R": combined.R}
         if combined.L is not None:
             parts["L"] = combined.L / self.supra_scaling[adapter_name]
@@ -143,35 +150,35 @@ class SupraLayer(BaseTunerLayer):
         self.pending_adapters.pop(adapter_name, None)
 
     def restore(self) -> None:
-        """Give the base weight its own bits back, if a forward wrote W + M⊙U into it; the next forward writes again."""
+        """Undo the writing of U into the base weight, bit for bit; the next forward writes it again."""
         raise NotImplementedError
 
     def invalidate_caches(self) -> None:
-        """`restore`, and drop what is bound to tensors that are about to be moved, replaced or taken out."""
+        """`restore`, and drop caches that refer to tensors; before these are moved, replaced or removed."""
         raise NotImplementedError
 
     def get_base_layer(self) -> Any:
-        """The base layer, with its own weight."""
+        """The base layer, with its restored weight."""
         self.restore()
         return super().get_base_layer()
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Make adapters active, as PEFT does, on the base layer's own weight."""
+        """Make adapters active, as PEFT does, after `restore`."""
         self.restore()
         super().set_adapter(*args, **kwargs)
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Switch adapters on or off, as PEFT does, on the base layer's own weight."""
+        """Enable or disable adapters, as PEFT does, after `restore`."""
         self.restore()
         super().enable_adapters(enabled)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Remove an adapter, as PEFT does, from the base layer's own weight."""
+        """Remove an adapter, as PEFT does, after `invalidate_caches`."""
         self.invalidate_caches()
         super().delete_adapter(adapter_name)
 
     def sparse_parts(self, adapter_names: Sequence[str]) -> list[Sparse]:
-        """M⊙U of the named adapters that have one here."""
+        """M⊙U of those of the adapters that have a sparse part in this layer."""
         return [
             Sparse(self.supra_values[name], self.supra_indices[name])
             for name in adapter_names
@@ -179,7 +186,7 @@ class SupraLayer(BaseTunerLayer):
         ]
 
     def low_rank_parts(self, adapter_names: Sequence[str], *, training: bool = False) -> list[LowRank]:
-        """γ·L·R of the named adapters that have one here; dropout only in training."""
+        """γ·L·R of those of the adapters that have a low-rank part in this layer; dropout only if `training`."""
         return [
             LowRank(
                 self.supra_L[name],
@@ -198,16 +205,17 @@ class SupraLayer(BaseTunerLayer):
         return merged_weight(zero, self.sparse_parts([adapter]), self.low_rank_parts([adapter]))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Write Ŵ into the base layer, rounded once; for λ = 0 these are the bits that training used.
+        """Write Ŵ into the base layer, rounded once; for λ = 0 it is bit for bit the weight used in training.
 
-        A layer that is already merged is computed anew from its untouched weight with all its merged adapters.
+        For a layer with merged adapters, Ŵ is recomputed from the original weight with all of them.
 
         Args:
-            safe_merge: refuse to write a weight that is not finite.
+            safe_merge: check that the merged weight is finite.
             adapter_names: default the active adapters.
 
         Raises:
-            ValueError: with `safe_merge`, a merged weight would be NaN or infinite; the weight is left as it was.
+            ValueError: with `safe_merge`, if the merged weight would be NaN or infinite; nothing is written.
+            RuntimeError: an adapter is pending.
         """
         names = check_adapters_to_merge(self, adapter_names)
         names = [name for name in names if name in self._available()]
@@ -223,36 +231,37 @@ class SupraLayer(BaseTunerLayer):
         self.merged_adapters.extend(names)
 
     def check_merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raise what merging these adapters would raise; nothing is changed."""
+        """Raise the error that `merge` with these arguments would raise; change nothing."""
         names = self.names_to_merge(adapter_names)
         self.check_loaded(names)
         if names and safe_merge:
             self._check_merged(self.weight_with([*self.merged_adapters, *names]), names)
 
     def names_to_merge(self, adapter_names: list[str] | None = None) -> list[str]:
-        """Of the named or the active adapters those that this layer has and that are not merged yet."""
+        """Those of the given (default the active) adapters that this layer has and that are not merged yet."""
         names: Any = self.active_adapters if adapter_names is None else adapter_names
         return [name for name in names if name in self._available() and name not in self.merged_adapters]
 
     def base_weight(self) -> Tensor:
-        """The weight (c, b) without any adapter, merged or not, on the device and in the dtype of the layer's own."""
+        """The original weight (c, b), without merged adapters, in the device and dtype of the present one."""
         weight: Tensor = self.get_base_layer().weight.data
         before = self._weight_before_merge
         return weight if before is None else before.to(device=weight.device, dtype=weight.dtype)
 
     def weight_with(self, adapter_names: list[str]) -> Tensor:
-        """Ŵ of these adapters together, (c, b), rounded once to the dtype of the base weight."""
+        """Ŵ (c, b) with these adapters, rounded once to the dtype of the base weight."""
         return merged_weight(self.base_weight(), self.sparse_parts(adapter_names), self.low_rank_parts(adapter_names))
 
     def _check_merged(self, merged: Tensor, adapter_names: list[str]) -> None:
+        """Raise ValueError, in PEFT's words, if a merged weight is not finite."""
         if not bool(torch.isfinite(merged).all()):
-            raise ValueError(  # in PEFT's words
+            raise ValueError(
                 f"{self.supra_layer}: NaNs detected in the merged weights. The adapter {', '.join(adapter_names)} "
                 "seems to be broken; nothing was merged."
             )
 
     def unmerge(self) -> None:
-        """Put the weight back that was there before the first merge, bit for bit."""
+        """Restore the weight from before the first merge, bit for bit."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
@@ -264,9 +273,11 @@ class SupraLayer(BaseTunerLayer):
         self.merged_adapters.clear()
 
     def _available(self) -> set[str]:
+        """Adapters with a sparse or a low-rank part in this layer."""
         return set(self.supra_values) | set(self.supra_L)
 
     def check_loaded(self, adapter_names: list[str]) -> None:
+        """Raise RuntimeError if one of the adapters is pending."""
         missing = [name for name in adapter_names if self.pending_adapters.get(name)]
         if missing:
             raise RuntimeError(
@@ -276,15 +287,18 @@ class SupraLayer(BaseTunerLayer):
             )
 
     def check_checkpoint(self, state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
-        """The adapters that `state_dict` brings whole, of which the first copy is still to come.
+        """Names of the adapters that `state_dict` contains completely, after a check of all their tensors.
+
+        Args:
+            state_dict: of a checkpoint, with layers in format 0.
+            prefix: of this layer's keys.
 
         Raises:
-            ValueError: it brings a part of one, one made for a layer of another shape or with another budget, or a
-                support that is not a strictly increasing set of indices inside the layer; it brings a weight or an
-                adapter that is merged here.
+            ValueError: an incomplete adapter; another layer shape or budget; a support that is not a strictly
+                increasing sequence of indices inside the layer; the weight of, or an adapter of, a merged layer.
         """
         arriving = []
-        # What is merged would stay what it was, and unmerging would put the weight back that was there before.
+        # The merged weight would not change, and unmerging would restore the weight from before the load.
         merged = [f"supra_shape.{name}" for name in self.merged_adapters]
         if self.merged_adapters and any(prefix + key in state_dict for key in ("base_layer.weight", *merged)):
             raise ValueError(
@@ -315,11 +329,12 @@ class SupraLayer(BaseTunerLayer):
         return arriving
 
     def tensor_names(self, adapter_name: str) -> list[str]:
-        """Names, below this layer, of all tensors that a checkpoint holds of an adapter."""
+        """Names, relative to this layer, of all tensors of an adapter in a checkpoint."""
         stores = (*self.adapter_layer_names, "supra_indices", "supra_shape")
         return [f"{store}.{adapter_name}" for store in stores if adapter_name in getattr(self, store)]
 
     def _check_size(self, adapter: str, name: str, tensor: Tensor) -> None:
+        """Raise ValueError unless a tensor of a checkpoint has the shape of the adapter's own."""
         store = name.partition(".")[0]
         own = getattr(self, store)[adapter]
         here, there = tuple(shape_of(own)), tuple(shape_of(tensor))
@@ -332,6 +347,7 @@ class SupraLayer(BaseTunerLayer):
             )
 
     def _check_support(self, indices: Tensor) -> None:
+        """Raise ValueError unless indices are integers, strictly increasing, and inside the layer."""
         if indices.is_meta or not indices.numel():
             return
         size = self.out_features * self.in_features

@@ -1,4 +1,4 @@
-"""The model card beside an adapter: PEFT's own, with a section on what the adapter is and how it came about."""
+"""Model card of an adapter: PEFT's card with a section on the method, budget, base and training of the adapter."""
 
 import re
 import sys
@@ -16,8 +16,8 @@ from .quantization.settings import settings_backend
 from .targets import budget_table
 
 _PAPER = "*Super-Tuning: From Activation-Aware Pruning to Sparse Fine-Tuning*"
-# Headings of `note_training`, which an export takes over from the adapter's card.
-_OF_THE_TRAINER = ("Training data", "Training", "Axolotl")
+# Lines of `note_training`, which an export copies from the adapter's card.
+_TRAINING_HEADINGS = ("Training data", "Training", "Axolotl")
 _BEGIN, _END = "<!-- axolotl-supertune: begin -->", "<!-- axolotl-supertune: end -->"
 
 
@@ -40,11 +40,11 @@ def _create_or_update_model_card(original: Callable[..., None], model: Any, outp
 
 
 def note_training(model: Any, lines: Mapping[str, str], datasets: list[str]) -> None:
-    """What only the trainer knows, for the cards of this model.
+    """Add facts that only the trainer knows to the cards of this model.
 
     Args:
         model: a `PeftModel`.
-        lines: heading → text, each one line of the section.
+        lines: heading → text; each becomes a line of the section.
         datasets: names on the hub, for the card's metadata.
     """
     model.base_model.supra_card = (dict(lines), list(datasets))
@@ -62,26 +62,27 @@ def write_product_card(
     trained_on: str | None,
     loading: str,
 ) -> None:
-    """The README.md of what an adapter was exported to.
+    """Write the README.md of an exported adapter.
 
     Args:
-        folder: of the product.
-        adapter: the adapter's folder; what its own card says of the training is taken over.
-        config, tensors: the adapter's, the tensors as `read_adapter` gives them.
-        title: what the product is.
+        folder: of the exported files.
+        adapter: folder of the adapter; the training facts of its card are copied.
+        config: of the adapter.
+        tensors: of the adapter, from `read_adapter`.
+        title: heading of the section.
         library: `peft` or `transformers`.
-        base: the model that the product needs, or was made from.
-        trained_on: the base that the adapter was trained on.
-        loading: how the product is loaded.
+        base: model that the export needs or was merged into.
+        trained_on: base model of the adapter.
+        loading: how to load the export.
     """
-    lines, datasets = _noted(adapter / "README.md")
+    lines, datasets = _training_facts(adapter / "README.md")
     sparse = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(".supra_values"))
     low_rank = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith((".supra_L", ".supra_R")))
     layers = sum(name.endswith(".supra_shape") for name in tensors)
-    section = _block(
+    section = _section(
         title,
         config,
-        _with_bits(trained_on or "not known", config),
+        _with_quantization(trained_on or "not known", config),
         (sparse + low_rank, layers, sparse),
         lines,
         loading,
@@ -96,20 +97,21 @@ def write_product_card(
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_BEGIN}\n\n{section}\n\n{_END}\n").save(folder / "README.md")
 
 
-def _noted(path: Path) -> tuple[dict[str, str], list[str]]:
-    """What `note_training` wrote into a card, if there is one."""
+def _training_facts(path: Path) -> tuple[dict[str, str], list[str]]:
+    """The facts and datasets that `note_training` added to a card; empty without a card."""
     if not path.is_file():
         return {}, []
     card = ModelCard.load(path)
-    found = dict(re.findall(r"^- \*\*(.+?):\*\* (.*)$", card.text, flags=re.MULTILINE))
+    facts = dict(re.findall(r"^- \*\*(.+?):\*\* (.*)$", card.text, flags=re.MULTILINE))
     datasets = card.data.get("datasets") or []
     return (
-        {heading: found[heading] for heading in _OF_THE_TRAINER if heading in found},
+        {heading: facts[heading] for heading in _TRAINING_HEADINGS if heading in facts},
         [datasets] if isinstance(datasets, str) else datasets,
     )
 
 
 def _describe(path: Path, model: Any, configs: Mapping[str, SupraConfig]) -> None:
+    """Write the section on these adapters into PEFT's card, replacing an earlier one."""
     card = ModelCard.load(path)
     lines, datasets = vars(model.base_model).get("supra_card", ({}, []))
     methods = {method_name(config).lower() for config in configs.values()}
@@ -117,7 +119,7 @@ def _describe(path: Path, model: Any, configs: Mapping[str, SupraConfig]) -> Non
     known = card.data.get("datasets") or []
     if datasets:
         card.data["datasets"] = sorted({*([known] if isinstance(known, str) else known), *datasets})
-    blocks = [_of_adapter(model, name, config, lines, named=len(configs) > 1) for name, config in configs.items()]
+    blocks = [_adapter_section(model, name, config, lines, named=len(configs) > 1) for name, config in configs.items()]
     section = "\n\n".join([_BEGIN, *blocks, _END])
     text = re.sub(rf"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", "", card.text, flags=re.DOTALL)
     heading = re.search(r"^## ", text, flags=re.MULTILINE)
@@ -126,15 +128,15 @@ def _describe(path: Path, model: Any, configs: Mapping[str, SupraConfig]) -> Non
     card.save(path)
 
 
-def _of_adapter(model: Any, name: str, config: SupraConfig, lines: Mapping[str, str], *, named: bool) -> str:
-    """The section on one adapter of a model."""
+def _adapter_section(model: Any, name: str, config: SupraConfig, lines: Mapping[str, str], *, named: bool) -> str:
+    """The part of the section about one adapter."""
     rows = budget_table(model, name)
     sizes = (
         sum(row.total for row in rows),
         sum(row.layers for row in rows),
         sum(row.layers * row.budget.sparse_count for row in rows),
     )
-    return _block(
+    return _section(
         f"{method_name(config)} adapter" + (f" `{name}`" if named or name != "default" else ""),
         config,
         _base(config, model),
@@ -144,10 +146,10 @@ def _of_adapter(model: Any, name: str, config: SupraConfig, lines: Mapping[str, 
     )
 
 
-def _block(
+def _section(
     title: str, config: SupraConfig, base: str, sizes: Sequence[int], lines: Mapping[str, str], loading: str
 ) -> str:
-    """A section; sizes are the parameters, the layers, and those parameters that are single weights."""
+    """A section in Markdown; `sizes` are (trained parameters, layers, trained single weights)."""
     facts = {
         "Base model": base,
         "Method": _sentence(config),
@@ -164,7 +166,7 @@ def _block(
 
 
 def method_name(config: SupraConfig) -> str:
-    """As the paper calls it; a sum of adapters by what it holds."""
+    """The paper's name of the method: Super or Supra. For a weighted sum Supra if it has a low-rank part."""
     if config.combination is not None:
         ranks = [rank for rank, _ in config.combination.get("layers", {}).values()]
         low_rank = any(ranks) or any(method_name(part) == "Supra" for part in config.parts().values())
@@ -189,14 +191,14 @@ def _method(config: SupraConfig) -> str:
 
 def _budget(config: SupraConfig) -> str:
     if config.combination is not None:
-        return _of_parts(config, _budget) or "that of its parts"
+        return _for_each_part(config, _budget) or "that of its parts"
     if config.budget_scope != "layer":
         shared = {"density": "at one density in all layers", "global": "where the scores of all layers together say"}
         return f"{_own_budget(config)}; the whole of it {shared[config.budget_scope]}"
     return _own_budget(config)
 
 
-def _of_parts(config: SupraConfig, describe: Callable[[SupraConfig], str]) -> str:
+def _for_each_part(config: SupraConfig, describe: Callable[[SupraConfig], str]) -> str:
     return "; ".join(f"`{name}`: {describe(part)}" for name, part in config.parts().items())
 
 
@@ -207,11 +209,12 @@ def _own_budget(config: SupraConfig) -> str:
 
 
 def _base(config: SupraConfig, model: Any) -> str:
-    held = getattr(model.get_base_model(), "config", None)
-    return _with_bits(config.base_model_name_or_path or getattr(held, "_name_or_path", None) or "not known", config)
+    base_config = getattr(model.get_base_model(), "config", None)
+    name = config.base_model_name_or_path or getattr(base_config, "_name_or_path", None) or "not known"
+    return _with_quantization(name, config)
 
 
-def _with_bits(name: str, config: SupraConfig) -> str:
+def _with_quantization(name: str, config: SupraConfig) -> str:
     """A base model's name, and how it was quantized."""
     settings = config.base_quantization
     backend = settings_backend(settings)
@@ -230,14 +233,14 @@ def _gradient(config: SupraConfig) -> str:
 
 def _calibration(config: SupraConfig) -> str:
     if config.combination is not None:
-        return _of_parts(config, _calibration) or "that of its parts"
+        return _for_each_part(config, _calibration) or "that of its parts"
     made = config.calibration
     if made is None:
         return "none: the scores need no activations"
     dataset = str(made.get("dataset", "?"))
     if "training_data" in made:
         return f"{made['samples']} training records of {made['training_data']} (seed {made.get('seed', '?')})"
-    if "sequence_len" not in made:  # of `calibrate`, which was not told where its windows are from
+    if "sequence_len" not in made:  # of `calibrate`, which does not know the origin of its windows
         named = f" of {dataset}" if "dataset" in made else ", of a text that was not named"
         return f"{made.get('samples', '?')} windows, {made.get('tokens', '?')} tokens in all{named}"
     dataset = Path(dataset).name if Path(dataset).exists() else dataset

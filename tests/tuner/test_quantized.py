@@ -22,7 +22,7 @@ from axolotl_supertune.tuner import SupraLinear
 from axolotl_supertune.tuner.base_model import read_parameter
 from axolotl_supertune.tuner.quantization import BACKENDS, backend_of, dense_linear, is_quantized, stored_bytes
 from axolotl_supertune.tuner.quantization.backend import Backend
-from axolotl_supertune.tuner.quantization.bitsandbytes import Bitsandbytes
+from axolotl_supertune.tuner.quantization.bitsandbytes import Bitsandbytes, nf4_linear
 from axolotl_supertune.tuner.quantization.linear import QuantizedSupraLinear
 
 KINDS = {
@@ -771,6 +771,19 @@ def test_a_new_library_is_one_entry_of_the_registry():
         assert stored_bytes("packed", 10.0, 1.0) == 10.0
     finally:
         BACKENDS.pop()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_nf4_layer_is_made_of_a_weight(bias):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(24, 64), torch.randn(24) if bias else None
+    layer = nf4_linear(weight, bias, torch.device("cpu"))
+    assert BITSANDBYTES.unsupported_reason(layer) is None
+    found = BITSANDBYTES.dequantize(layer, torch.float32)
+    assert found.dtype == torch.float32
+    assert (found - weight).norm() < 0.15 * weight.norm()
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(layer(x), F.linear(x, found, bias), rtol=1e-4, atol=1e-4)
 
 
 def test_a_format_that_no_library_has_is_refused():
