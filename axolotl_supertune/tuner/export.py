@@ -20,6 +20,7 @@ from .config import SupraConfig, exact_targets
 from .layer import SupraLayer
 from .layer_names import adapted_layers, base_name
 from .model_card import method_name, write_product_card
+from .quantization.settings import load_options
 
 
 class CannotExport(ValueError):
@@ -260,8 +261,6 @@ def _load(source: _Source, base: str | None, dtype: str) -> PeftModel:
         CannotExport: the adapter does not fit it.
     """
     from transformers import AutoModelForCausalLM
-
-    from .quantization.settings import load_options
 
     config = source.config
     name = base or config.base_model_name_or_path

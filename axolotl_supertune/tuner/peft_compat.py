@@ -44,7 +44,8 @@ NAME = "SUPRA"
 
 
 # The enum of methods. Reaches into the attributes of Python's `Enum`; a change there would break the look-ups
-# PeftType.SUPRA and PeftType("SUPRA"), pickles and JSON. Tests: test_tuner.py, "peft_type" and "pickle".
+# PeftType.SUPRA and PeftType("SUPRA"), pickles and JSON.
+# Test: test_tuner.py::test_peft_type_survives_pickle_and_deepcopy.
 def peft_type() -> PeftType:
     """`PeftType.SUPRA`, added to the enum at the first call. Its value is its name, so pickle and JSON round-trip."""
     if NAME not in PeftType.__members__:
@@ -73,7 +74,7 @@ def has_supra_adapter(model: PeftModel) -> bool:
 
 # PeftModel's methods. The originals keep their signatures and do their work; the replacements only act before and after
 # it. A renamed method raises AttributeError at import. Tests: test_peft_compat.py (other methods pass through at no
-# cost), test_checkpoint.py (saving), test_sequences.py (loading), test_model_card.py.
+# cost), test_checkpoint.py, test_several.py::test_a_refused_load_leaves_the_model_as_it_was, test_model_card.py.
 def extend(name: str, replacement: Callable[..., Any]) -> None:
     """Replace `PeftModel.<name>` for models with a SUPRA adapter; for others the original is called at once.
 
@@ -116,15 +117,16 @@ def extend_from_pretrained(context: Callable[[nn.Module], AbstractContextManager
 
 
 # Target modules. PEFT decides before a layer is replaced which layers match, with two functions, one of them private;
-# the budget of all layers must be known before that. Test: test_tuner.py, "target".
+# the budget of all layers must be known before that.
+# Tests: test_tuner.py::test_default_is_every_linear_layer_but_the_head, test_several.py::test_targets_are_exact.
 def target_matcher(config: Any, model: nn.Module) -> Callable[[str], bool]:
     """A function that tells whether PEFT would adapt the module of this name."""
     matching = _maybe_include_all_linear_layers(copy.copy(config), model)
     return lambda name: bool(name) and bool(check_target_module_exists(matching, name))
 
 
-# PEFT 0.20 freezes the adapters that are there when another one is loaded for inference; 0.21 does not. Test:
-# test_sequences.py, "is_trainable".
+# When an adapter is loaded for inference, PEFT 0.20 freezes the other adapters; 0.21 does not.
+# Test: test_several.py::test_an_adapter_that_is_loaded_leaves_the_others_trained_or_frozen_as_they_were.
 @contextmanager
 def requires_grad_kept(model: nn.Module, *, enabled: bool) -> Iterator[None]:
     """Context in which an adapter is added; afterwards every earlier parameter is trained or frozen as before.
@@ -142,15 +144,16 @@ def requires_grad_kept(model: nn.Module, *, enabled: bool) -> Iterator[None]:
 class CompatTuner(BaseTuner):
     """`BaseTuner` with the methods that PEFT calls by private names or that differ between its versions."""
 
-    # Called by PeftModel.forward and generate with what they were given; it drops `adapter_names` for tuners without
-    # mixed batches. Test: test_refusals.py, "adapter_names".
+    # Called by PeftModel.forward and generate with their arguments. Without it PEFT drops `adapter_names` and computes
+    # the batch with the active adapter. Test: test_tuner.py::test_mixed_adapters_in_one_batch_are_refused.
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         if kwargs.get("adapter_names") is not None:
             raise ValueError(self.mixed_batch_error(kwargs["adapter_names"]))
         return nullcontext()
 
     # PEFT ≥ 0.21 filters a state dict by the names of the model's tensors before it is loaded, which would drop the
-    # packed ones of a file. 0.20 does not have these two methods. Test: test_checkpoint.py, loading of saved files.
+    # packed ones of a file. 0.20 does not have these two methods.
+    # Test: test_checkpoint.py, every load of a saved adapter, with PEFT 0.21.
     @classmethod
     def _get_adapter_state_dict(cls, *args: Any, state_dict: dict[str, Any], adapter_name: str, **kwargs: Any) -> Any:
         tensors = super()._get_adapter_state_dict(*args, state_dict=state_dict, adapter_name=adapter_name, **kwargs)
@@ -161,6 +164,7 @@ class CompatTuner(BaseTuner):
         cls.unpack(state_dict)
         return super()._remap_adapter_state_dict_for_load(*args, state_dict=state_dict, **kwargs)
 
+    # Test: test_several.py::test_deleting_a_merged_adapter_is_refused_and_deletes_nothing.
     def delete_adapter(self, adapter_name: str) -> None:
         """Remove an adapter.
 

@@ -19,7 +19,7 @@ class Shape:
 
     Attributes:
         hidden, intermediate, blocks, heads, kv_heads, head_dim, vocabulary: as in the model's config.
-        linear: weights of all linear layers but the output layer: what bitsandbytes quantizes.
+        linear: weights of all linear layers but the output layer: what a quantized base quantizes.
         linear_rows: output features of these layers: int8 keeps a scale for each.
         embeddings: the input embedding, and the output layer unless it is tied to it.
         other: everything else, mostly norms.
