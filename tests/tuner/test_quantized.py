@@ -762,9 +762,10 @@ def test_a_new_library_is_one_entry_of_the_registry():
         torch.manual_seed(0)
         base = PackedLinear(24, 64)
         assert type(backend_of(base)) is Packed
-        expected = F.linear(torch.ones(2, 64), base.weight.float() / 64, base.bias)
         layer = wrap(base)
         assert isinstance(layer, QuantizedSupraLinear)
+        assert torch.equal(layer.base_weight(), base.weight.float() / 64)
+        expected = F.linear(torch.ones(2, 64), layer.weight_with(["default"]), base.bias)
         torch.testing.assert_close(layer(torch.ones(2, 64)), expected)
         layer(torch.ones(2, 64)).sum().backward()
         assert layer.supra_values["default"].grad.abs().sum() > 0
