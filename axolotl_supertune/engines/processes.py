@@ -1,6 +1,6 @@
-"""The processes of one run: what one finds out all know, and where one fails all end, with its error.
+"""Exchanges values between the processes of a run, and stops all of them with the error of the one that failed.
 
-Everything goes over a gloo group of its own, on the CPU: it notices a process that died, and its waits have an end.
+Everything goes over a separate gloo group on the CPU, which notices a dead process and has a timeout.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 
 class OtherProcessFailed(RuntimeError):
-    """Another process failed; its error is in the message."""
+    """Another process failed; the message contains its error."""
 
 
 class Processes:
-    """All processes of this run, or this one alone where torch.distributed is not initialized.
+    """The processes of this run; only this one if torch.distributed is not initialized.
 
-    Every method is called by all of them, in the same order and inside `synchronized`.
+    All processes must call every method, in the same order and inside `synchronized`.
 
     Args:
-        timeout: seconds to wait for the slowest.
-        how_to_wait: for the message, what sets the timeout.
+        timeout: seconds to wait for the slowest process.
+        how_to_wait: what sets the timeout, for the message.
 
     Attributes:
-        rank, world: which process this is, and of how many.
+        rank, world: the number of this process, and how many there are.
     """
 
     def __init__(self, timeout: float, how_to_wait: str) -> None:
@@ -52,14 +52,14 @@ class Processes:
 
     @contextlib.contextmanager
     def synchronized(self, step: str) -> Iterator[None]:
-        """Leave the block with all processes, or with an error in each.
+        """A block that either all processes complete, or that raises in each of them.
 
         Args:
-            step: what is done in the block, for the message: "choosing the supports".
+            step: what the block does, for the message: "choosing the supports".
 
         Raises:
             OtherProcessFailed: the block failed in another process.
-            RuntimeError: another process ended, does not answer, or is somewhere else.
+            RuntimeError: another process ended, does not answer, or is in another block.
         """
         self._step = step
         try:
@@ -67,7 +67,7 @@ class Processes:
         except OtherProcessFailed:
             raise
         except Exception as error:
-            # Whoever cannot be told will see the connection break.
+            # A process that cannot be reached sees the connection break.
             with contextlib.suppress(RuntimeError):
                 self._exchange(None, f"{type(error).__name__}: {error}")
             raise
@@ -78,11 +78,11 @@ class Processes:
         return self._exchange(value)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns in process 0, which alone calls it."""
+        """What `make` returns in process 0, the only one that calls it."""
         return self._exchange(make() if self.is_first else None)[0]
 
     def sum(self, vector: Tensor) -> Tensor:
-        """The sum of the processes' vectors (n,), a CPU tensor: added up in one place, so the same bits for all."""
+        """The sum of the CPU vectors (n,) of all processes; one process computes it, so that all get equal bits."""
         self._exchange(vector.shape)
         if self.world > 1:
             with self._explained():
@@ -91,7 +91,7 @@ class Processes:
         return vector
 
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Put process 0's content into CPU tensors, in place; all have as many, of the same shapes and dtypes."""
+        """Copy the CPU tensors of process 0 into those of the others, which have the same number, shapes and dtypes."""
         self._exchange(None)
         if self.world > 1:
             with self._explained():
@@ -101,23 +101,23 @@ class Processes:
     def _exchange(self, value: Any, error: str | None = None) -> list[Any]:
         if self.world == 1:
             return [value]
-        found: list[Any] = [None] * self.world
+        answers: list[Any] = [None] * self.world
         with self._explained():
-            dist.all_gather_object(found, (self._step, error, value), group=self._group)
-        if any(text is not None for _, text, _ in found):
-            # Nobody ends, and breaks its connections, before all have read this.
+            dist.all_gather_object(answers, (self._step, error, value), group=self._group)
+        if any(text is not None for _, text, _ in answers):
+            # No process ends and breaks its connections before all have read the error.
             with contextlib.suppress(RuntimeError):
                 dist.barrier(group=self._group)
-        for rank, (step, text, _) in enumerate(found):
+        for rank, (step, text, _) in enumerate(answers):
             if text is not None and rank != self.rank:
                 raise OtherProcessFailed(f"process {rank} of {self.world} failed while {step}: {text}")
-        elsewhere = [rank for rank, (step, _, _) in enumerate(found) if step != self._step]
+        elsewhere = [rank for rank, (step, _, _) in enumerate(answers) if step != self._step]
         if elsewhere and error is None:
             raise RuntimeError(
-                f"process {self.rank} is {self._step} and process {elsewhere[0]} is {found[elsewhere[0]][0]}: they do "
-                "not see the same files (checkpoints, calibration_path); give them one output_dir."
+                f"process {self.rank} is {self._step} and process {elsewhere[0]} is {answers[elsewhere[0]][0]}: they "
+                "do not see the same files (checkpoints, calibration_path); give them one output_dir."
             )
-        return [value for _, _, value in found]
+        return [value for _, _, value in answers]
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
