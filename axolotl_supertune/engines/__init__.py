@@ -3,9 +3,10 @@
 `engine_of(cfg)` gives the engine that a YAML names. Importing this package loads no torch.
 """
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from .world_size import launched_processes
 
 if TYPE_CHECKING:  # commands must be able to print their help without torch
     from .engine import Engine
@@ -14,11 +15,6 @@ SELECTING_KEYS = ("deepspeed", "fsdp_config")
 """The YAML keys that each select an engine other than one process or DDP."""
 KEYS = (*SELECTING_KEYS, "fsdp", "fsdp_version")
 """All YAML keys that select and configure such an engine."""
-
-
-def launched_processes() -> int:
-    """How many processes the launcher says that it started: `WORLD_SIZE`, else 1."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def engine_of(cfg: Mapping[str, Any], processes: int | None = None) -> "Engine":

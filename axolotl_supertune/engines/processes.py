@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import launched_processes
+from .world_size import launched_processes
 
 T = TypeVar("T")
 
