@@ -1,6 +1,6 @@
 """Writes tests/grid/golden anew, after a change that is meant to show in reports.
 
-PYTHONPATH=.:tests/support python tests/grid/make_golden.py
+PYTHONPATH=.:tests/shared python tests/grid/make_golden.py
 """
 
 import shutil
