@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from ..method.activation_norms import ActivationNorms
 from ..method.cuda_memory import PeakMemory
 from ..tuner.base_calibration import calibrate
-from ..tuner.quantization.bitsandbytes import nf4_linear
+from ..tuner.quantization import nf4_linear
 from .job import ON_4_BITS, Job, model_config
 from .methods import PaperLinear, apply_method
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 _MAX_DENOMINATOR = 10**9
 
 DEFAULT_R0 = 8
+DEFAULT_BETA = 0.5
 BUDGET_SCOPES = ("layer", "density", "global")
 
 

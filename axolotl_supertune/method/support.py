@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .budget import hybrid_split
+from .budget import DEFAULT_BETA, hybrid_split
 from .scores import RowScores
 
 SUPPORT_SCOPES = ("layer", "row")
@@ -40,7 +40,7 @@ def index_dtype(size: int) -> torch.dtype:
     return torch.int32 if size <= 2**31 else torch.int64
 
 
-def select_support(scores: Tensor, count: int, direction: str, *, hybrid_beta: float = 0.5) -> Tensor:
+def select_support(scores: Tensor, count: int, direction: str, *, hybrid_beta: float = DEFAULT_BETA) -> Tensor:
     """ψ(W, s, ρ): the flat indices of the `count` smallest and/or largest scores of a layer.
 
     Args:
@@ -60,7 +60,7 @@ def select_support(scores: Tensor, count: int, direction: str, *, hybrid_beta: f
 
 
 def select_by_rows(
-    score_rows: RowScores, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = 0.5
+    score_rows: RowScores, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = DEFAULT_BETA
 ) -> Tensor:
     """`select_support` for scores that are computed a block of rows at a time.
 
@@ -86,7 +86,7 @@ def select_across(
     count: int,
     direction: str,
     *,
-    hybrid_beta: float = 0.5,
+    hybrid_beta: float = DEFAULT_BETA,
 ) -> list[Tensor]:
     """The `count` smallest and/or largest scores of several layers together; ties go to the earlier layers.
 
@@ -113,7 +113,7 @@ def select_across(
 
 
 def select_each_row(
-    score_rows: RowScores, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = 0.5
+    score_rows: RowScores, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = DEFAULT_BETA
 ) -> Tensor:
     """`select_by_rows` within each row, with the count spread evenly over the rows.
 

@@ -49,8 +49,8 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
         )
     if stream and (cfg.load_in_4bit or cfg.load_in_8bit):
         raise ValueError(
-            "--stream moves layers between devices, and bitsandbytes quantizes them on the way: leave it out, a "
-            "quantized base is small; or drop load_in_4bit and load_in_8bit."
+            "--stream moves layers between devices, and layers of a quantized base are quantized on the way: leave it "
+            "out, a quantized base is small; or drop load_in_4bit and load_in_8bit."
         )
     path = Path(target or Path(cfg.output_dir) / NORMS_FILE)
     if path.exists() and not overwrite:

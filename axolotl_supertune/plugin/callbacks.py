@@ -14,7 +14,7 @@ from ..engines.processes import Processes
 from ..engines.sharding import dtype_of, shape_of
 from ..method.cuda_memory import PeakMemory
 from ..tuner import SupraLayer
-from .load import untrained
+from .load import untrained_message
 from .verify import adapter_tensors, check_saved
 
 
@@ -67,7 +67,7 @@ class RefuseUntrained(TrainerCallback):
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         if not self._training:
-            raise ValueError(untrained(self._output_dir))
+            raise ValueError(untrained_message(self._output_dir))
 
 
 class CheckSaves(TrainerCallback):

@@ -51,7 +51,7 @@ def what_to_name(output_dir: Path) -> str:
     return "Train first, or pass --lora-model-dir."
 
 
-def untrained(output_dir: str) -> str:
+def untrained_message(output_dir: str) -> str:
     """The message that refuses to evaluate a new adapter."""
     return f"this would evaluate a new, untrained adapter, which is the base model. {what_to_name(Path(output_dir))}"
 

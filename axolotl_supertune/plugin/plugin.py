@@ -22,12 +22,12 @@ from ..method.config_error import ConfigError
 from ..tuner.base_model import read_parameter
 from ..tuner.gradient import sparse_layers
 from ..tuner.model_card import note_training
-from . import axolotl_compat, quantized_base, run_summary, validation
-from .calibrate import Windows, max_positions, measured_norms, windows_of_records, windows_of_text
+from . import axolotl_compat, calibrate, quantized_base, run_summary, validation
+from .calibrate import Windows, max_positions, windows_of_records, windows_of_text
 from .callbacks import CheckSaves, LogCost, RefuseUntrained, RequireAllTrained, RequireFp32
 from .create import adapter_config, is_new, make_adapter, seed_of
 from .gradient_callback import ChooseByGradient
-from .load import check_not_the_start, holds_adapter, load_trained, untrained, what_to_name
+from .load import check_not_the_start, holds_adapter, load_trained, untrained_message, what_to_name
 from .provenance import check_provenance
 from .resume import check_resume
 from .training_record import WriteTrainingRecord
@@ -72,24 +72,25 @@ class SupertunePlugin(BasePlugin):
         if cfg.get("adapter") not in validation.ADAPTERS:
             return
         if self._inference or cfg.get("merge_lora") or axolotl_compat.is_merging():
-            # Inference and merging run in one process; merge-lora says so only when it loads the YAML again.
+            # Inference and merging run in one process. merge-lora loads the YAML twice and sets merge_lora only the
+            # second time; `is_merging` covers the first.
             engine_of(cfg).leave_out(cfg)
         if not self.plans_only:
             engine_of(cfg).check_installed()
-        trained = Path(cfg.get("output_dir") or ".")
+        output_dir = Path(cfg.get("output_dir") or ".")
         if self._inference or cfg.get("merge_lora"):
-            check_not_the_start(cfg, trained)
+            check_not_the_start(cfg, output_dir)
         if cfg.get("merge_lora"):
-            quantized_base.load_as_trained(cfg, Path(cfg.get("lora_model_dir") or trained))
+            quantized_base.load_as_trained(cfg, Path(cfg.get("lora_model_dir") or output_dir))
         if self._inference and not cfg.get("lora_model_dir"):
-            if not holds_adapter(trained):
+            if not holds_adapter(output_dir):
                 raise ConfigError(
                     "lora_model_dir",
-                    f"not set, and {trained} (output_dir) holds no adapter: there is no trained model to run. "
-                    f"{what_to_name(trained)}",
+                    f"not set, and {output_dir} (output_dir) holds no adapter: there is no trained model to run. "
+                    f"{what_to_name(output_dir)}",
                 )
-            cfg["lora_model_dir"] = str(trained)
-            LOG.warning("lora_model_dir is not set: using the adapter in output_dir, %s.", trained)
+            cfg["lora_model_dir"] = str(output_dir)
+            LOG.warning("lora_model_dir is not set: using the adapter in output_dir, %s.", output_dir)
 
     def get_input_args(self) -> str:
         """The dotted path of the class with the plugin's YAML keys."""
@@ -111,7 +112,7 @@ class SupertunePlugin(BasePlugin):
         self._finished = False
         if cfg.adapter not in validation.ADAPTERS:
             return
-        self._processes = _processes()
+        self._processes = _connected_processes()
         replacements = engine_of(cfg).loading_keys(cfg.torch_dtype)
         self._replaced = {key: cfg[key] for key in replacements}
         cfg.update(replacements)
@@ -121,9 +122,9 @@ class SupertunePlugin(BasePlugin):
             quantized_base.complete(cfg, model_config)
             new = self.calibrates_only or is_new(cfg)
             if new and not self.calibrates_only and axolotl_compat.is_evaluating():
-                raise ValueError(untrained(cfg.output_dir))
+                raise ValueError(untrained_message(cfg.output_dir))
         with self._processes.synchronized("making a new adapter" if new else "reading a trained adapter"):
-            pass  # raises an error if the processes do not all do the same
+            pass  # Nothing to do: fails if the processes disagree on the step.
         if not new:
             return
         if cfg.calibration_path:
@@ -159,8 +160,8 @@ class SupertunePlugin(BasePlugin):
         """Load the adapter that `lora_model_dir` or a checkpoint names, else make a new one.
 
         Returns:
-            (the adapted model, its PEFT config or None), or None for an adapter of another plugin. With a config,
-            Axolotl writes it into output_dir before training begins.
+            (the adapted model, its PEFT config or None); with a config, Axolotl writes it into output_dir before
+            training begins. (model, None) while only calibrating. None if `adapter` is neither supra nor super.
 
         Raises:
             ValueError: the YAML and the adapter or model do not fit; names the key and the remedy.
@@ -171,7 +172,7 @@ class SupertunePlugin(BasePlugin):
             raise ConfigError("rl", f"{cfg.rl} does not work with adapter: {cfg.adapter} yet.")
         if self.calibrates_only:
             return model, None
-        processes = self._processes = self._processes or _processes()
+        processes = self._processes = self._processes or _connected_processes()
         with processes.synchronized("loading the adapter"):
             model = self._load_adapter(model, cfg, inference)
             check_same_everywhere(model, processes)
@@ -184,13 +185,13 @@ class SupertunePlugin(BasePlugin):
         frozen = inference or self._inference or bool(cfg.merge_lora)
         checkpoint = None if frozen else axolotl_compat.last_checkpoint(cfg)
         self._resumes = Path(checkpoint) if checkpoint else None
-        trained = cfg.lora_model_dir or checkpoint
-        self._untrained = not trained
+        trained_folder = cfg.lora_model_dir or checkpoint
+        self._untrained = not trained_folder
         if checkpoint:
             world = self._processes.world if self._processes else 1
             check_resume(cfg, checkpoint, adapter_config(model, cfg), engine_of(cfg, world))
-        if trained:
-            model = load_trained(model, cfg, trained, asked=adapter_config(model, cfg), trainable=not frozen)
+        if trained_folder:
+            model = load_trained(model, cfg, trained_folder, asked=adapter_config(model, cfg), trainable=not frozen)
         else:
             assert self._processes is not None
             model = make_adapter(model, cfg, self._processes, self._norms)
@@ -236,7 +237,10 @@ class SupertunePlugin(BasePlugin):
         return callbacks
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        """Check the final save. Axolotl calls this twice: when training ends, and after the adapter is saved.
+        """Set the dtype of the final save, then check the saved file.
+
+        Axolotl calls this twice. First, when training ends: sets the dtype in which the adapter is saved. Then, after
+        the save: checks the file.
 
         Raises:
             RuntimeError: the saved file is not the model's adapter.
@@ -277,10 +281,10 @@ class SupertunePlugin(BasePlugin):
         windows, processes = self._windows, self._processes
         if windows is None or processes is None:
             raise RuntimeError("no calibration windows were drawn: pre_model_load did not run before load_adapter.")
-        return measured_norms(model, cfg, layers, windows, processes, stream=stream)
+        return calibrate.measured_norms(model, cfg, layers, windows, processes, stream=stream)
 
 
-def _processes() -> Processes:
+def _connected_processes() -> Processes:
     """Connect the processes of this run, which Axolotl may do only when the Trainer is made.
 
     Raises:

@@ -1,18 +1,76 @@
-"""Base models in 4 or 8 bits: their bitsandbytes config, preparing them for training, and loading them for merging.
+"""Base models in 4 or 8 bits: their YAML keys and bitsandbytes config, preparing them for training, and merging.
 
 Axolotl reads `load_in_4bit` for qlora and `load_in_8bit` for lora only. The same settings are given to its loader here
 by way of `overrides_of_model_kwargs.quantization_config`.
 """
 
+import inspect
 import json
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import BitsAndBytesConfig
 
+from ..method.config_error import ConfigError
 from ..tuner.quantization import REMEDY
 from ..tuner.quantization.settings import base_quantization, plain_settings, quant_method
 from .axolotl_compat import prepare_quantized_model, unquantized_modules
+
+
+def check_keys(cfg: MutableMapping[str, Any]) -> None:
+    """Check the YAML keys of quantized bases, and have Axolotl's loader quantize the base, in place.
+
+    Idempotent. The config that is set here only says how many bits; `complete` fills in the rest.
+
+    Args:
+        cfg: the raw YAML.
+
+    Raises:
+        ConfigError: names the key, its value and the remedy.
+    """
+    asked = [key for key in ("load_in_4bit", "load_in_8bit") if cfg.get(key)]
+    if len(asked) == 2:
+        raise ConfigError("load_in_4bit", "true and load_in_8bit: true: a base is quantized one way, drop one of them.")
+    _check_bnb_config_kwargs(cfg, asked)
+    if not asked:
+        return
+    overrides = dict(cfg.get("overrides_of_model_kwargs") or {})
+    placeholder = {asked[0]: True}
+    if overrides.get("quantization_config") not in (None, placeholder):
+        raise ConfigError(
+            asked[0],
+            "true and overrides_of_model_kwargs.quantization_config both say how the base is quantized; keep one of "
+            "them (bnb_config_kwargs changes the settings of load_in_4bit).",
+        )
+    cfg["overrides_of_model_kwargs"] = {**overrides, "quantization_config": placeholder}
+
+
+def _check_bnb_config_kwargs(cfg: MutableMapping[str, Any], asked: list[str]) -> None:
+    changes = cfg.get("bnb_config_kwargs")
+    # merge-lora turns load_in_4bit off itself.
+    if changes and asked != ["load_in_4bit"] and not cfg.get("merge_lora"):
+        raise ConfigError(
+            "bnb_config_kwargs",
+            f"{dict(changes)} is read only with load_in_4bit: true; set it, or remove bnb_config_kwargs.",
+        )
+    settings = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs", "load_in_4bit", "load_in_8bit"}
+    for key, value in (changes or {}).items():
+        if key not in settings:
+            raise ConfigError(
+                f"bnb_config_kwargs.{key}",
+                f"{value} is no setting of transformers' BitsAndBytesConfig; those are {', '.join(sorted(settings))}.",
+            )
+
+
+def stored_format(cfg: Mapping[str, Any]) -> Literal["plain", "int8", "nf4", "nf4-double"]:
+    """How a YAML has the weights of the base stored; a quantized format is one of `quantization.stored_bytes`."""
+    if cfg.get("load_in_8bit"):
+        return "int8"
+    if cfg.get("load_in_4bit"):
+        double = (cfg.get("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
+        return "nf4-double" if double else "nf4"
+    return "plain"
 
 
 def quantization_config(cfg: Any, model_config: Any) -> BitsAndBytesConfig:

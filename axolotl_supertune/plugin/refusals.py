@@ -1,26 +1,27 @@
 """YAML keys that do not work with `adapter: supra` and `adapter: super`, each with the reason.
 
-To refuse a key, add a line to a table here and a case to tests/plugin/test_validation.py. What an engine refuses is in
-its file in engines/; what needs a computation is in validation.py.
+To refuse a key, add a line to a table here and a case to tests/plugin/test_validation.py. plugin/README.md says where
+other keys are refused: those of engines, contradictions, values of the method's own settings.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from ..engines import engine_of
+from ..method.calibration_data import TRAINING_SET
 from ..method.config_error import ConfigError
 from ..tuner import SupraConfig
+from ..tuner.quantization import BACKENDS, SUPPORTED_BASES
 
-_ONLY_BITSANDBYTES = "only bases quantized by bitsandbytes are supported: load_in_4bit or load_in_8bit"
 _NEW_HEAD = "the classification head it trains is not in the adapter's layers; not supported yet"
 _LORA_KERNELS = "Axolotl's fused kernels know LoRA's layers only"
-_WHOLE_TRAINING_SET = "the batches are drawn from a training set that is there as a whole"
+_WHOLE_TRAINING_SET = "records are drawn from a training set that is there as a whole"
 
 # Key -> why. With these set, something else would be trained than the key says, or nothing.
 REFUSED: dict[str, str] = {
     "rl": "preference and RL trainers wrap the model later than the plugin can follow; not supported yet",
-    "gptq": _ONLY_BITSANDBYTES,
-    "model_quantization_config": _ONLY_BITSANDBYTES,
+    "gptq": SUPPORTED_BASES,
+    "model_quantization_config": SUPPORTED_BASES,
     "qlora_sharded_model_loading": "it loads bases for adapter: qlora only",
     "relora": "ReLoRA restarts have no meaning for a fixed support",
     "reward_model": _NEW_HEAD,
@@ -49,6 +50,15 @@ REFUSED_EVEN_IF_FALSE: dict[str, str] = {
     "peft_autocast_adapter_dtype": "U, L and R are always fp32",
     "peft_ensure_weight_tying": "layers with tied weights are not adapted",
 }
+# Key -> the values that are not refused, and why others are.
+REFUSED_UNLESS: dict[str, tuple[list[str], str]] = {
+    "nf4_backend": ([backend.name for backend in BACKENDS], SUPPORTED_BASES),
+}
+# Key -> why, beside calibration_dataset: training_set.
+REFUSED_BESIDE_TRAINING_SET: dict[str, str] = {
+    "streaming": _WHOLE_TRAINING_SET,
+    "pretraining_dataset": _WHOLE_TRAINING_SET,
+}
 # Key -> why, beside a mask_score that needs gradients.
 REFUSED_BESIDE_GRADIENT: dict[str, str] = {
     "fp16": "gradients underflow in fp16 without the scale that training finds as it goes; bf16: true needs none",
@@ -59,7 +69,7 @@ REFUSED_BESIDE_GRADIENT: dict[str, str] = {
 
 
 def check_modes(cfg: MutableMapping[str, Any]) -> None:
-    """Refuse keys that do not work with this adapter; the engine also fills in what it needs, in place.
+    """Refuse keys that do not work with this adapter; `Engine.check` also sets ddp_broadcast_buffers, in place.
 
     Raises:
         ConfigError: names the key, its value, the reason and the remedy.
@@ -72,26 +82,37 @@ def check_modes(cfg: MutableMapping[str, Any]) -> None:
             f"{cfg['optimizer']} updates matrices only and would leave the sparse values untrained; use "
             "adamw_torch_fused.",
         )
+    if cfg.get("calibration_dataset") == TRAINING_SET:
+        for key, reason in REFUSED_BESIDE_TRAINING_SET.items():
+            if cfg.get(key):
+                raise ConfigError(
+                    key,
+                    f"{cfg[key]} does not work with calibration_dataset: {TRAINING_SET}: {reason}. Remove {key}, or "
+                    "name a text.",
+                )
     engine_of(cfg).check(cfg)
 
 
 def _set_keys(cfg: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from ((key, reason) for key, reason in REFUSED.items() if cfg.get(key))
     yield from ((key, reason) for key, reason in REFUSED_EVEN_IF_FALSE.items() if cfg.get(key) is not None)
+    for key, (allowed, reason) in REFUSED_UNLESS.items():
+        if cfg.get(key) not in (None, *allowed):
+            yield key, reason
 
 
-def check_gradient(cfg: Mapping[str, Any], method: SupraConfig) -> None:
+def check_gradient(cfg: Mapping[str, Any], config: SupraConfig) -> None:
     """Refuse keys beside which the support cannot be chosen by gradient.
 
     Args:
         cfg: the YAML, whose mask_score needs gradients.
-        method: the adapter that it describes.
+        config: of the adapter that it describes.
 
     Raises:
         ConfigError: names the key, its value, the reason and the remedy.
     """
-    warmup = method.low_rank_warmup_steps
-    if not method.has_sparse_part:
+    warmup = config.low_rank_warmup_steps
+    if not config.has_sparse_part:
         if warmup:
             raise ConfigError(
                 "low_rank_warmup_steps",

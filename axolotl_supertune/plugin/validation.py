@@ -1,19 +1,17 @@
 """Checks of a YAML before any model is loaded: misspelt keys, contradictions, unsupported modes, missing files.
 
-Works on the raw YAML, before Axolotl's own validation. It may run twice on one config, as `merge-lora` loads it twice,
-and the second time changes nothing.
+Works on the raw YAML, before Axolotl's own validation. `merge-lora` loads the YAML twice, so `prepare` must be
+idempotent. Keys that do not work with super and supra at all are in `refusals`.
 """
 
 import difflib
-import inspect
 import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-from transformers import BitsAndBytesConfig
-
+from ..method.budget import DEFAULT_R0
 from ..method.calibration_data import (
     C4_DATASET,
     DEFAULT_SAMPLES,
@@ -24,7 +22,7 @@ from ..method.calibration_data import (
     check_source,
 )
 from ..method.config_error import ConfigError, MissingFileError
-from ..ops.dispatch import requested
+from ..ops import dispatch
 from ..tuner import SupraConfig
 from . import refusals
 from .args import SupertuneArgs
@@ -48,6 +46,7 @@ SHARED_KEYS = (
     "lora_modules_to_save",
     "lora_model_dir",
 )
+# The name of the group that sparse_lr makes; also the substring by which Axolotl finds the parameters U.
 SPARSE_LR_GROUP = "supra_values"
 _PREFIXES = ("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_", "budget_", "low_rank_")
 
@@ -103,6 +102,8 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
         MissingFileError: a file that a key names does not exist. A FileNotFoundError.
         ValueError: two settings of the method contradict each other.
     """
+    from . import quantized_base  # imports Axolotl's loaders, which reading a grid's file does not need
+
     _check_names(cfg, set(known_keys))
     _check_command_line(cfg, sys.argv[1:])
     adapter = cfg.get("adapter")
@@ -115,7 +116,7 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
                 "key.",
             )
         return
-    requested()  # refuses a wrong SUPERTUNE_KERNELS before anything is loaded
+    dispatch.requested()  # refuses a wrong SUPERTUNE_KERNELS before anything is loaded
     refusals.check_modes(cfg)
     if adapter == "super":
         if number(cfg, "supra_lambda") not in (None, 0):
@@ -125,16 +126,16 @@ def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
                 "adapter: supra.",
             )
         cfg["supra_lambda"] = 0.0
-    _set_quantization(cfg)
+    quantized_base.check_keys(cfg)
     _fill_defaults(cfg)
-    method = method_config(cfg)  # raises ValueError for settings that contradict each other
-    if method.by_gradient:
-        refusals.check_gradient(cfg, method)
-    _check_files(cfg, method)
+    config = method_config(cfg)  # raises ValueError for settings that contradict each other
+    if config.by_gradient:
+        refusals.check_gradient(cfg, config)
+    _check_files(cfg, config)
     # Axolotl's default merge reads LoRA's file format only, and would write the base model back unmerged.
     cfg["merge_method"] = "legacy"
     if cfg.get("sparse_lr") is not None:
-        _add_sparse_lr(cfg, method)
+        _add_sparse_lr(cfg, config)
 
 
 def method_config(cfg: Config, **more: Any) -> SupraConfig:
@@ -201,52 +202,6 @@ def _is_equal(value: Any, text: str) -> bool:
         return str(value) == text
 
 
-def _set_quantization(cfg: Config) -> None:
-    """Have the base loaded in 4 or 8 bits, as Axolotl reads these keys for lora and qlora only.
-
-    The config that is set here only says how many bits; `quantized_base.complete` fills in the rest.
-    """
-    asked = [key for key in ("load_in_4bit", "load_in_8bit") if cfg.get(key)]
-    if len(asked) == 2:
-        raise ConfigError("load_in_4bit", "true and load_in_8bit: true: a base is quantized one way, drop one of them.")
-    if cfg.get("nf4_backend") not in (None, "bitsandbytes"):
-        raise ConfigError(
-            "nf4_backend",
-            f"{cfg['nf4_backend']} does not work with adapter: {cfg['adapter']}: only bases quantized by bitsandbytes "
-            "are supported. Remove the key.",
-        )
-    _check_bnb_config_kwargs(cfg, asked)
-    if not asked:
-        return
-    overrides = dict(cfg.get("overrides_of_model_kwargs") or {})
-    placeholder = {asked[0]: True}
-    if overrides.get("quantization_config") not in (None, placeholder):
-        raise ConfigError(
-            asked[0],
-            "true and overrides_of_model_kwargs.quantization_config both say how the base is quantized; keep one of "
-            "them (bnb_config_kwargs changes the settings of load_in_4bit).",
-        )
-    cfg["overrides_of_model_kwargs"] = {**overrides, "quantization_config": placeholder}
-
-
-def _check_bnb_config_kwargs(cfg: Config, asked: list[str]) -> None:
-    changes = cfg.get("bnb_config_kwargs")
-    # merge-lora turns load_in_4bit off itself.
-    if changes and asked != ["load_in_4bit"] and not cfg.get("merge_lora"):
-        raise ConfigError(
-            "bnb_config_kwargs",
-            f"{dict(changes)} has no effect without load_in_4bit: true, the only one for which Axolotl reads it; set "
-            "that, or drop the key.",
-        )
-    settings = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs", "load_in_4bit", "load_in_8bit"}
-    for key, value in (changes or {}).items():
-        if key not in settings:
-            raise ConfigError(
-                f"bnb_config_kwargs.{key}",
-                f"{value} is no setting of transformers' BitsAndBytesConfig; those are {', '.join(sorted(settings))}.",
-            )
-
-
 def _fill_defaults(cfg: Config) -> None:
     # Beside calibration_path, the file is compared with what the YAML itself says, so no calibration default is set.
     calibrates = not cfg.get("calibration_path")
@@ -258,7 +213,7 @@ def _fill_defaults(cfg: Config) -> None:
         if cfg.get(key) is None and not skipped:
             cfg[key] = value
     if cfg.get("lora_r") is None and cfg.get("sparse_density") is None:
-        cfg["lora_r"] = 8
+        cfg["lora_r"] = DEFAULT_R0
     if cfg.get("lora_target_linear") is None and not cfg.get("lora_target_modules"):
         cfg["lora_target_linear"] = True
     if not cfg.get("lora_target_linear") and not cfg.get("lora_target_modules"):
@@ -274,7 +229,7 @@ def _fill_defaults(cfg: Config) -> None:
 
 
 def _check_training_set(cfg: Config) -> None:
-    """Refuse keys that do not go with calibration_dataset: training_set."""
+    """Refuse keys of a calibration text beside calibration_dataset: training_set."""
     for key in _TEXT_KEYS:
         if cfg.get(key) is not None:
             raise ConfigError(
@@ -282,17 +237,10 @@ def _check_training_set(cfg: Config) -> None:
                 f"{cfg[key]} has no effect with calibration_dataset: {TRAINING_SET}, whose records are those of the "
                 "YAML's datasets; drop it.",
             )
-    for key in ("streaming", "pretraining_dataset"):
-        if cfg.get(key):
-            raise ConfigError(
-                key,
-                f"{cfg[key]} does not work with calibration_dataset: {TRAINING_SET}: records are drawn from a training "
-                f"set that is there as a whole. Remove {key}, or name a text.",
-            )
 
 
 def check_base(name: Any) -> None:
-    """Refuse a base model that can only be a folder and does not exist; the hub's own error would mislead.
+    """Refuse a base model whose name is a path, if there is no such folder; the hub's own error would mislead.
 
     Raises:
         MissingFileError: names the key, the folder and the remedy.
@@ -308,7 +256,7 @@ def check_base(name: Any) -> None:
         )
 
 
-def _check_files(cfg: Config, method: SupraConfig) -> None:
+def _check_files(cfg: Config, config: SupraConfig) -> None:
     check_base(cfg.get("base_model"))
     datasets = cfg.get("datasets") or []
     for index, dataset in enumerate(datasets if isinstance(datasets, list) else []):
@@ -316,17 +264,17 @@ def _check_files(cfg: Config, method: SupraConfig) -> None:
         if isinstance(path, str) and os.path.isfile(path) and os.path.getsize(path) == 0:
             raise ConfigError(f"datasets[{index}].path", f"{path} is empty; it needs at least one training record.")
     if cfg.get("calibration_path"):
-        _check_calibration_path(cfg, method)
-    elif method.needs_norms and cfg["calibration_dataset"] != TRAINING_SET:
+        _check_calibration_path(cfg, config)
+    elif config.needs_norms and cfg["calibration_dataset"] != TRAINING_SET:
         check_source(cfg["calibration_dataset"])
     resume = cfg.get("resume_from_checkpoint")
     if isinstance(resume, str) and not os.path.isdir(resume):
         raise MissingFileError("resume_from_checkpoint", f"there is no folder {resume}.")
 
 
-def _check_calibration_path(cfg: Config, method: SupraConfig) -> None:
+def _check_calibration_path(cfg: Config, config: SupraConfig) -> None:
     path = cfg["calibration_path"]
-    if not method.needs_norms:
+    if not config.needs_norms:
         raise ConfigError(
             "calibration_path",
             f"{path} has no effect with mask_score: {cfg['mask_score']}, sparse_direction: {cfg['sparse_direction']}, "
@@ -343,7 +291,7 @@ def _check_calibration_path(cfg: Config, method: SupraConfig) -> None:
         )
 
 
-def _add_sparse_lr(cfg: Config, method: SupraConfig) -> None:
+def _add_sparse_lr(cfg: Config, config: SupraConfig) -> None:
     """Turn sparse_lr into a group of Axolotl's lr_groups."""
     rate = number(cfg, "sparse_lr")
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
@@ -351,7 +299,7 @@ def _add_sparse_lr(cfg: Config, method: SupraConfig) -> None:
     groups = cfg.get("lr_groups") or []
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise ConfigError("lr_groups", f"{groups} is not a list of groups, each with name, modules and lr.")
-    if not method.has_sparse_part:
+    if not config.has_sparse_part:
         raise ConfigError(
             "sparse_lr", f"{cfg['sparse_lr']} has no effect with supra_lambda: 1, which is LoRA; drop it."
         )

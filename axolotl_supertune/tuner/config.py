@@ -11,7 +11,7 @@ from typing import Any, Literal, Union
 from peft.config import PeftConfig
 
 from ..method.activation_norms import ActivationNorms
-from ..method.budget import BUDGET_SCOPES, DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
+from ..method.budget import BUDGET_SCOPES, DEFAULT_BETA, DEFAULT_R0, check_beta, check_density, check_lambda, check_r0
 from ..method.scores import SCORES, MaskScore, describe_scores
 from ..method.support import SPARSE_DIRECTIONS, SUPPORT_SCOPES
 from .file_format import VALUES_DTYPES
@@ -229,7 +229,7 @@ class SupraConfig(PeftConfig):
                 "drop it, or set sparse_direction: hybrid."
             )
         if self.sparse_direction == "hybrid":
-            self.hybrid_beta = 0.5 if self.hybrid_beta is None else self.hybrid_beta
+            self.hybrid_beta = DEFAULT_BETA if self.hybrid_beta is None else self.hybrid_beta
             check_beta(self.hybrid_beta)
 
     def _check_numbers(self) -> None:

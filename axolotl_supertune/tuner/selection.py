@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engines import sharding
-from ..method.budget import LayerBudget, density_budgets, layer_budget
+from ..method.budget import DEFAULT_BETA, LayerBudget, density_budgets, layer_budget
 from ..method.scores import SCORES, RowScores, check_weight
 from ..method.support import (
     index_dtype,
@@ -166,7 +166,7 @@ def _rows(weight: Tensor, config: SupraConfig, name: str) -> RowScores:
 
 
 def _beta(config: SupraConfig) -> float:
-    return 0.5 if config.hybrid_beta is None else config.hybrid_beta
+    return DEFAULT_BETA if config.hybrid_beta is None else config.hybrid_beta
 
 
 def _weight(layer: Any, default_dtype: torch.dtype, config: SupraConfig) -> Tensor:

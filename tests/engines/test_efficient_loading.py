@@ -17,7 +17,7 @@ def load(rank, folder, mask_score, efficient):
     from axolotl.utils.dict import DictDefault
 
     from axolotl_supertune import SupertunePlugin
-    from axolotl_supertune.plugin.plugin import _processes
+    from axolotl_supertune.plugin.plugin import _connected_processes
     from axolotl_supertune.plugin.run_summary import kernels
     from axolotl_supertune.plugin.validation import prepare
     from axolotl_supertune.tuner import SupraLayer
@@ -32,7 +32,7 @@ def load(rank, folder, mask_score, efficient):
     if efficient is not None:
         cfg.fsdp_config = DictDefault({"cpu_ram_efficient_loading": efficient})
     plugin = SupertunePlugin()
-    plugin._processes = _processes()
+    plugin._processes = _connected_processes()
     plugin._windows = torch.randint(0, 61, (5, 16), generator=torch.Generator().manual_seed(3))
     adapted, config = plugin.load_adapter(model, cfg)
     told = kernels(adapted, cfg)

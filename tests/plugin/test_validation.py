@@ -77,8 +77,11 @@ def no_model_loads(monkeypatch):
         ({"fsdp_config": {"fsdp_version": 1}}, r"fsdp_version: 1 is FSDP1"),
         ({"deepspeed": "nowhere.json"}, r"deepspeed: nowhere\.json cannot be read"),
         ({"load_in_4bit": True, "load_in_8bit": True}, r"load_in_4bit: true and load_in_8bit: true"),
-        ({"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, r"bnb_config_kwargs: .*fp4.* has no effect without"),
-        ({"load_in_8bit": True, "bnb_config_kwargs": {"llm_int8_threshold": 0}}, r"no effect without load_in_4bit"),
+        (
+            {"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}},
+            r"bnb_config_kwargs: .*fp4.* is read only with load_in_4bit",
+        ),
+        ({"load_in_8bit": True, "bnb_config_kwargs": {"llm_int8_threshold": 0}}, r"is read only with load_in_4bit"),
         ({"load_in_4bit": True, "bnb_config_kwargs": {"blocksize": 64}}, r"bnb_config_kwargs\.blocksize: 64 is no"),
         ({"load_in_4bit": True, "bnb_config_kwargs": {"load_in_8bit": 1}}, r"bnb_config_kwargs\.load_in_8bit: 1"),
         (

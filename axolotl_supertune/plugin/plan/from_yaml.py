@@ -125,8 +125,10 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
         activation: the MLP's, as the model's config names it.
         tokens: of the longest record; None: as many as `sequence_len`.
     """
+    from ..quantized_base import stored_format
+
     attention, rows, length = _attention_of(cfg, shape, _length_of(cfg, tokens), notes)
-    base = _base_of(cfg)
+    base = stored_format(cfg)
     optimizer = cfg.get("optimizer") or "adamw_torch_fused"
     return Step(
         rows=rows,
@@ -199,15 +201,6 @@ def _varlen(cfg: Mapping[str, Any], shape: Shape) -> bool:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     allowed = cfg.get("sdpa_varlen") is not False
     return allowed and version >= _VARLEN_TORCH and shape.head_dim <= _VARLEN_HEAD_DIM
-
-
-def _base_of(cfg: Mapping[str, Any]) -> Base:
-    if cfg.get("load_in_8bit"):
-        return "int8"
-    if cfg.get("load_in_4bit"):
-        double = (cfg.get("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
-        return "nf4-double" if double else "nf4"
-    return "plain"
 
 
 def _layers_of(base: Base, engine: Engine, notes: list[str]) -> Layers:

@@ -11,7 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from .backend import Backend
-from .bitsandbytes import Bitsandbytes
+from .bitsandbytes import Bitsandbytes, nf4_linear
+
+__all__ = [
+    "BACKENDS",
+    "REMEDY",
+    "SUPPORTED_BASES",
+    "Backend",
+    "backend_of",
+    "dense_linear",
+    "identifying_tensors",
+    "is_quantized",
+    "nf4_linear",
+    "prepare",
+    "stored_bytes",
+]
 
 BACKENDS: list[Backend] = [Bitsandbytes()]
 
@@ -19,6 +33,8 @@ REMEDY = (
     "SUPRA adapts unquantized bases and those that bitsandbytes quantizes: load the original model in bf16, with "
     "load_in_4bit or load_in_8bit if it is to be small."
 )
+SUPPORTED_BASES = "only bases quantized by bitsandbytes are supported: load_in_4bit or load_in_8bit"
+"""The reason why YAML keys of other libraries are refused."""
 
 
 def backend_of(layer: nn.Module) -> Backend | None:
