@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,23 @@ def test_each_room_has_a_page_that_names_its_modules(room):
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
 def test_each_room_has_a_folder_of_tests(room):
     assert list((ROOT / "tests" / room.name).glob("test_*.py")), f"tests/{room.name} has no tests"
+
+
+def libraries(room):
+    """The third-party packages that a room's files import."""
+    names = set()
+    for node in (node for path in room.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names) - {PACKAGE.name}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
+def test_contributing_names_the_libraries_of_each_room(room):
+    row = re.search(rf"^\| \[{room.name}\].*\|([^|]*)\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert set(row[1].replace(",", " ").split()) == libraries(room)
 
 
 def test_no_docstring_is_still_to_be_written():
