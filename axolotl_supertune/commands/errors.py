@@ -27,3 +27,24 @@ def user_errors(output: Path | str | None = None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise  # stdout was closed, as by `| head`: click ends quietly
         raise click.ClickException(str(error)) from error
+
+
+@contextlib.contextmanager
+def disk_errors(place: Path | str) -> Iterator[None]:
+    """Turn any refusal of the file system into a ValueError that says how to continue a sweep; inside `user_errors`.
+
+    Args:
+        place: named if the error names no file, as that of a full disk does.
+
+    Raises:
+        ValueError: of an OSError other than a missing file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(
+            f"{error.filename or place}: {error.strerror}. What is done stays, and the same command goes on when that "
+            "is mended: make room, or give this grid an output_dir that can be written."
+        ) from error

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from .errors import user_errors
+from .errors import disk_errors, user_errors
 
 FAILED, UNFINISHED = 1, 3
 
@@ -18,7 +18,7 @@ FAILED, UNFINISHED = 1, 3
     type=click.Choice(["train", "choose", "score"]),
     default="score",
     show_default=True,
-    help="Stop after training all rates, after the other seeds at the chosen ones, or after scoring.",
+    help="Stop after training all rates, after the further seeds at the chosen ones, or after scoring.",
 )
 @click.option("--retry-failed", is_flag=True, help="Start failed runs again.")
 @click.option(
@@ -50,7 +50,7 @@ def sweep(
 
     from ..grid.sweep.devices import Devices, visible_gpus
     from ..grid.sweep.jobs import OutOfTime, Signalled
-    from ..grid.sweep.sweep import Sweep, disk_errors
+    from ..grid.sweep.sweep import Sweep
 
     console = Console(highlight=False)
     try:
@@ -59,7 +59,7 @@ def sweep(
             work = Sweep(grid, devices, console, time_limit=time_limit, retry_failed=retry_failed)
             if dry_run:
                 foreseen = work.foresee()  # before the list: Axolotl logs
-                click.echo(work.plan())
+                click.echo(work.listing())
                 for refusal in foreseen.refusals:
                     click.echo(f"Refused: {refusal}")
                 for unchecked in foreseen.unchecked:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ..plugin.validation import ADAPTERS, OWN_KEYS
-from .records import GRID_FILE, RunKey
+from .run_files import GRID_FILE, RunKey
 
 SUPERTUNE = "axolotl_supertune.SupertunePlugin"
 RECORD = "axolotl_supertune.grid.record.RecordPlugin"
@@ -161,7 +161,7 @@ class Grid(_Section):
 
     @cached_property
     def keys(self) -> list[RunKey]:
-        """The runs of the first stage, in the order in which they are trained."""
+        """The runs of the first stage, `train`, in the order in which they are trained."""
         return [
             RunKey(method=name, learning_rate=rate, epochs=epochs, seed=seed)
             for epochs in self.epochs

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from .records import Run, RunKey
+from .run_files import Run, RunKey
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..method.budget import DEFAULT_R0, exact_fraction
 from ..method.cuda_memory import PeakMemory
 from ..plugin.axolotl_compat import draws_lora_by_name
 from ..plugin.create import seed_of
-from .records import RUN_FILE, Run
+from .run_files import RUN_FILE, Run
 
 VARIABLE = "SUPERTUNE_RUN"
 """Environment variable with fields of `Run` that the sweep knows, as JSON: key, config_sha256, setup, jobs_per_gpu."""

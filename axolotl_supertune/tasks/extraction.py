@@ -5,6 +5,8 @@ paper's. `strict_number` and `strict_letter` read as a careful person would: tex
 explicit answer ("#### 5", "the answer is 5", \\boxed{5}) goes before any other number; without one the last number
 counts, read as a number and not as a run of digits. An answer with several numbers ("3 cats and 4 dogs") or an unworked
 sum ("10 - 4") is no answer. Every pattern takes time linear in the text.
+
+The metrics: published → `acc`, strict → `acc_strict`.
 """
 
 import math
@@ -133,7 +135,7 @@ _OPTION_LINE = re.compile(r"^[ \t]{0,8}[(\[]?([A-Ea-e])[).:\]][ \t]*\S.*$", re.M
 _OTHER_LETTER = re.compile(r"[)\]}]?\s?(?:or|and|/|,)\s?(?:option\s)?[(\[]?[A-Ea-e](?!\w)", re.IGNORECASE)
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --- Public functions -----------------------------------------------------------------------------------------------
 
 
 def published_number(text: str) -> float | None:
@@ -151,9 +153,9 @@ def published_letter(text: str) -> str | None:
 def strict_number(text: str) -> float | None:
     """The number that `text` states as its answer, by the strict rule; None if it states none, or several.
 
-    The last explicit answer counts. Without one it is a number alone on the first line, else the right-hand side of
-    an equation in the last clause that has a number, else that clause's last number. Percent, currency and units are
-    dropped ("25%" is 25, "5 m^2" is 5), fractions and powers of ten are worked out.
+    The last announcement that states a number counts. Without one it is a number alone on the first line, else the
+    right-hand side of an equation in the last clause that has a number, else that clause's last number. Percent,
+    currency and units are dropped ("25%" is 25, "5 m^2" is 5), fractions and powers of ten are worked out.
     """
     text = _prepare(text)
     for answer, start in _explicit_answers(text):
@@ -167,6 +169,7 @@ def strict_number(text: str) -> float | None:
     if opening and _REMARKS.match(text, opening.end()):
         return next((number.value for number in _numbers(opening[0])), None)
     running = _ENUMERATOR.sub("", text)
+    # First without asides, then with them, then with list numbers and weak numbers (3rd, 5x).
     for source, firm in ((_ASIDE.sub(" ", running), True), (running, True), (text, False)):
         for clause in reversed(_CLAUSE_END.split(source)):
             numbers = [number.value for number in _numbers(clause) if number.firm or not firm]
@@ -181,7 +184,7 @@ def strict_number(text: str) -> float | None:
 def strict_letter(text: str, choices: Mapping[str, str] | None = None) -> str | None:
     """The option, "A" to "E", that `text` names, by the strict rule; None if it names none, or several.
 
-    The last explicit answer that names a letter counts, in either case; without one a letter in brackets, after
+    The last announcement that names a letter counts, in upper or lower case; without one a letter in brackets, after
     "option" or alone in its sentence does, the last such sentence.
 
     Args:
@@ -254,7 +257,7 @@ def score(
     }
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --- Parsing --------------------------------------------------------------------------------------------------------
 
 
 class _Number(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from axolotl_supertune.grid.records import read_runs, read_scores
+from axolotl_supertune.grid.run_files import read_runs, read_scores
 from axolotl_supertune.grid.sweep.devices import Devices, visible_gpus
 from axolotl_supertune.grid.sweep.sweep import Sweep
 

@@ -9,7 +9,7 @@ import yaml
 from grid_cases import MAGNITUDE
 
 from axolotl_supertune.grid.config import GridError
-from axolotl_supertune.grid.records import Run, read_run, read_runs, read_scores
+from axolotl_supertune.grid.run_files import Run, read_run, read_runs, read_scores
 from axolotl_supertune.grid.sweep.devices import Devices
 from axolotl_supertune.grid.sweep.file_digests import FileDigests, data_paths, digest
 from axolotl_supertune.grid.sweep.jobs import Signalled
@@ -38,7 +38,7 @@ def test_finished_runs_of_another_file_are_refused(stage, write_grid, name, runs
     message = (
         rf"finished runs .* \({count}\):\n  runs/{runs}/lr0.001-ep1-seed0: {name}: sha256 \w{{12}} recorded, .*\n.*Put"
     )
-    for act in (lambda: stage.sweep(grid), lambda: Sweep(grid, Devices(()), None).plan()):
+    for act in (lambda: stage.sweep(grid), lambda: Sweep(grid, Devices(()), None).listing()):
         with pytest.raises(GridError, match=f"(?s){message}"):
             act()
     assert stage.calls() == []
@@ -131,7 +131,7 @@ def test_a_stopped_run_does_not_go_on_with_another_file(stage, write_grid, name)
     stage.calls()
     change(name)
     stage.plan["behaviour"] = {}
-    assert "go on" not in Sweep(grid, Devices(()), None).plan()
+    assert "go on" not in Sweep(grid, Devices(()), None).listing()
     assert stage.sweep(grid)
     assert [call["checkpoints"] for call in stage.calls() if "run" in call] == [[]]
 
@@ -229,7 +229,7 @@ def test_every_run_that_could_be_used_is_compared_with_the_grid(stage, write_gri
     with pytest.raises(GridError, match=message):
         stage.sweep(changed)
     with pytest.raises(GridError, match=message):
-        Sweep(changed, Devices(()), None).plan()
+        Sweep(changed, Devices(()), None).listing()
     assert stage.calls() == [], "it is told before anything is trained"
 
 

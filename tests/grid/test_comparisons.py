@@ -10,10 +10,10 @@ import scipy.stats
 from grid_records import make_run, make_scores
 from reporting import notes, rows, run_report, tables_of
 
-from axolotl_supertune.grid.records import SCORES_FILE, BenchmarkScores, Scores
 from axolotl_supertune.grid.report.analysis import analyze
 from axolotl_supertune.grid.report.metrics import METRICS, accuracies
 from axolotl_supertune.grid.report.statistics import Interval, holm
+from axolotl_supertune.grid.run_files import SCORES_FILE, BenchmarkScores, Scores
 
 
 def hand(key, correct, strict, nll):

@@ -6,7 +6,7 @@ from grid_cases import MAGNITUDE
 
 from axolotl_supertune.grid.config import RECORD, SUPERTUNE, GridError
 from axolotl_supertune.grid.read_config import check_keys, read_grid
-from axolotl_supertune.grid.records import RunKey
+from axolotl_supertune.grid.run_files import RunKey
 
 
 def test_a_grid_is_methods_by_rates_by_epochs_by_seeds(write_grid):

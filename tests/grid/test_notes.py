@@ -8,9 +8,9 @@ from grid_cases import MAGNITUDE
 from grid_records import SETUP, grid, make_run, make_scores
 from reporting import heading, notes, run_report, tables_of
 
-from axolotl_supertune.grid.records import SCORES_FILE
 from axolotl_supertune.grid.report.analysis import analyze
 from axolotl_supertune.grid.report.figures.figures import make_figures
+from axolotl_supertune.grid.run_files import SCORES_FILE
 
 
 def test_what_is_missing_is_named(save):

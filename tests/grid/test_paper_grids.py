@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from axolotl_supertune.grid.read_config import read_grid
-from axolotl_supertune.grid.records import RunKey
+from axolotl_supertune.grid.run_files import RunKey
 from axolotl_supertune.grid.sweep.devices import Devices
 from axolotl_supertune.grid.sweep.state import SweepState
 from axolotl_supertune.grid.sweep.sweep import Sweep
@@ -35,7 +35,7 @@ def test_a_grid_can_be_run_as_it_is(name, tmp_path, monkeypatch):
     (calibration.parent / "base").mkdir(parents=True)
     calibration.write_text("text")
     sweep = Sweep(PAPER / f"{name}.yml", Devices(()), None)
-    assert sweep.plan().count("training") > 40
+    assert sweep.listing().count("training") > 40
     present = SweepState(PAPER / f"{name}.yml")
     keys = present.grid.keys
     on_training_set = {key for key in keys if key.method.endswith("-on-training-set")}

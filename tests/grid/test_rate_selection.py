@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axolotl_supertune.grid.rate_selection import Choice, Trial, choose_rates
-from axolotl_supertune.grid.records import RunKey
+from axolotl_supertune.grid.run_files import RunKey
 
 RATES = (5e-5, 1e-4, 5e-4, 1e-3)
 nlls = st.one_of(st.none(), st.floats(0.1, 10), st.just(math.nan), st.just(math.inf))

@@ -14,11 +14,11 @@ import pytest
 from grid_records import SETUP, grid, make_run, make_scores, save_records
 from reporting import LATER, heading, rows, run_report
 
-from axolotl_supertune.grid.records import SCORES_FILE, read_runs
 from axolotl_supertune.grid.report.analysis import analyze
 from axolotl_supertune.grid.report.report import FIGURES, TABLES
 from axolotl_supertune.grid.report.table_formats import latex
 from axolotl_supertune.grid.report.tables import make_tables
+from axolotl_supertune.grid.run_files import SCORES_FILE, read_runs
 from axolotl_supertune.grid.sweep.state import SweepState
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -138,7 +138,7 @@ def test_a_grid_without_finished_runs_has_no_report(stage, write_grid):
     assert stage.sweep(write_grid())
     stage.plan["behaviour"] = {"other 0.001 0": "fail"}
     assert not stage.sweep(write_grid(methods={"other": {"adapter": "lora"}}, learning_rates=[1e-3]))
-    assert "no run that finished is of the grid in grid.json" in run_report("runs").output
+    assert "grid.json no longer lists them" in run_report("runs").output
 
 
 @pytest.mark.usefixtures("undrawn")

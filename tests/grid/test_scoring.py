@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import axolotl_supertune.tuner  # noqa: F401 (makes PEFT know SUPRA)
 from axolotl_supertune.grid.config import Score
-from axolotl_supertune.grid.records import RunKey, read_scores
+from axolotl_supertune.grid.run_files import RunKey, read_scores
 from axolotl_supertune.grid.sweep.scoring import Request, score_model
 from axolotl_supertune.tasks.benchmarks import BENCHMARKS
 from axolotl_supertune.tasks.contamination import contamination_report, write_report

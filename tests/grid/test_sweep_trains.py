@@ -17,7 +17,7 @@ from axolotl_supertune import ActivationNorms
 from axolotl_supertune.commands.cli import supertune
 from axolotl_supertune.grid.config import RECORD, SUPERTUNE
 from axolotl_supertune.grid.record import VARIABLE
-from axolotl_supertune.grid.records import RunKey, read_run
+from axolotl_supertune.grid.run_files import RunKey, read_run
 from axolotl_supertune.grid.sweep.devices import Devices
 from axolotl_supertune.grid.sweep.prepare import prepare_data
 from axolotl_supertune.grid.sweep.sweep import Sweep

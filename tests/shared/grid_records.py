@@ -2,7 +2,7 @@
 
 import random
 
-from axolotl_supertune.grid.records import RUN_FILE, SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, Setup
+from axolotl_supertune.grid.run_files import RUN_FILE, SCORES_FILE, BenchmarkScores, Run, RunKey, Scores, Setup
 
 SETUP = Setup(base_model="a/base", datasets=("train.jsonl",), test_datasets=("valid.jsonl",), budget="lora_r 8")
 

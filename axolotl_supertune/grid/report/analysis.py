@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...tasks.benchmarks import BENCHMARKS, find_benchmark
 from ..rate_selection import Choice, Trial, choose_rates
-from ..records import GRID_FILE, SCORES_FILE, BenchmarkScores, Run, Scores, read_runs, read_scores
+from ..run_files import GRID_FILE, SCORES_FILE, BenchmarkScores, Run, Scores, read_runs, read_scores
 from .comparisons import Result, ScoreComparer, seed_differences
 from .findings import GridFindings
 from .formatting import name_runs
@@ -22,7 +22,7 @@ def analyze(runs_dir: Path, reference: str = "lora", resamples: int = RESAMPLES,
     among all runs. Test scores take no part in the choice.
 
     Args:
-        runs_dir: laid out as grid/records.py describes. Read are grid.json, every run.json, the scores.json of the
+        runs_dir: laid out as grid/run_files.py describes. Reads grid.json, every run.json, the scores.json of the
             base and of chosen runs, and their config.yml (others only if a run.json does not record its setup).
         reference: the method that all others are compared with.
         resamples, seed: of the bootstrap.
@@ -69,15 +69,15 @@ def _runs_of_grid(runs_dir: Path, grid: GridRecord | None) -> tuple[list[Run], l
     runs = [run for run in runs if grid is None or grid.has(run.key)]
     if not any(run.status == "done" for run in runs):
         raise ValueError(
-            f"{runs_dir}: no run that finished is of the grid in {GRID_FILE}, which has no longer: "
-            f"{name_runs(left_out)}. Sweep that grid first."
+            f"{runs_dir}: all finished runs belong to an earlier grid ({name_runs(left_out)}); {GRID_FILE} no longer "
+            "lists them. Sweep the present grid first."
         )
     return runs, left_out
 
 
 def _choose(runs: list[Run], grid: GridRecord | None) -> dict[tuple[str, float], Choice | None]:
-    """Chosen rates by (method, epochs), sorted; None also for methods without an ended run of the first stage."""
-    choices = choose_rates(Trial.of(run) for run in runs if grid is None or run.key in grid.first_stage)
+    """Chosen rates by (method, epochs), sorted; None also for methods without a record of a first-stage run."""
+    choices = choose_rates(Trial.of(run) for run in runs if grid is None or run.key in grid.first_stage_keys)
     unchosen = {(run.key.method, run.key.epochs): None for run in runs}
     return dict(sorted((unchosen | choices).items()))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..rate_selection import Choice
-from ..records import Run, Scores
+from ..run_files import Run, Scores
 from .metrics import METRICS, Metric, has_values, item_values, item_weights, metric_value
 from .statistics import (
     CONFIDENCE,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..rate_selection import Choice
-from ..records import Run, Scores
+from ..run_files import Run, Scores
 from .comparisons import Comparison, Result, SeedDifference
 
 # Relative deviation of the trained parameters from the method's budget beyond which it is pointed out.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..records import Run
+from ..run_files import Run
 
 
 def short_rate(rate: float) -> str:

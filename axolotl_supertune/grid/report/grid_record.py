@@ -3,9 +3,9 @@
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from ..records import GRID_FILE, RunKey
+from ..run_files import GRID_FILE, RunKey
 
 
 class _Seeds(BaseModel):
@@ -21,19 +21,19 @@ class _RecordedRun(BaseModel):
 
 
 class GridRecord(BaseModel):
-    """The part of grid.json that says which runs belong to the grid; `runs` are those of the first stage."""
+    """The part of grid.json that says which runs belong to the grid."""
 
     grid: _RecordedGrid
-    runs: list[_RecordedRun]
+    first_stage_runs: list[_RecordedRun] = Field(validation_alias="runs")
 
     @cached_property
-    def first_stage(self) -> set[RunKey]:
+    def first_stage_keys(self) -> set[RunKey]:
         """The runs among which learning rates are chosen."""
-        return {run.key for run in self.runs}
+        return {run.key for run in self.first_stage_runs}
 
     @cached_property
     def _rates(self) -> set[tuple[str, float, float]]:
-        return {(key.method, key.epochs, key.learning_rate) for key in self.first_stage}
+        return {(key.method, key.epochs, key.learning_rate) for key in self.first_stage_keys}
 
     def has(self, key: RunKey) -> bool:
         """Whether a run belongs to any stage of the grid."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..records import Scores
+from ..run_files import Scores
 from .statistics import Array
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ..rate_selection import Trial
-from ..records import CONFIG_FILE, GRID_FILE, last_words
+from ..run_files import CONFIG_FILE, GRID_FILE, last_words
 from .comparisons import Result
 from .findings import BUDGET_TOLERANCE, GridFindings
 from .formatting import join_numbers, name_runs

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..records import Scores
+from ..run_files import Scores
 
 # Of each benchmark: name, number of items, clean items, tokens of the gold targets.
 Questions = tuple[tuple[str, int, str | None, tuple[int, ...]], ...]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..records import Run, Scores
+from ..run_files import Run, Scores
 from .comparisons import Comparison, Result
 from .findings import BUDGET_TOLERANCE, GridFindings
 from .formatting import short_rate

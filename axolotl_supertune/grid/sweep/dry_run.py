@@ -6,7 +6,7 @@ from typing import Any
 from ...plugin import validation
 from ...plugin.plan import plan as planning
 from ...plugin.plan.data_checks import Findings, data_findings, is_here
-from ..records import RunKey
+from ..run_files import RunKey
 from .run_jobs import without_record
 from .state import SweepState
 
@@ -24,13 +24,14 @@ def list_runs(state: SweepState, *, retry_failed: bool) -> str:
     trained = all(state.status(key) in ("done", "failed") for key in state.grid.keys)
     lines = [*_training_lines(state, trained, retry_failed), *_scoring_lines(state, trained)]
     width = max(len(run) for _, run, _, _ in lines)
-    shown = [f"{stage:<11}  {run:<{width}}  {status:<7}  {action}".rstrip() for stage, run, status, action in lines]
+    shown = [f"{stage:<13}  {run:<{width}}  {status:<7}  {action}".rstrip() for stage, run, status, action in lines]
     missing = sum(1 for *_, action in lines if action.startswith(("train", "go on")))
-    return "\n".join([*shown, f"{missing} runs to train, {len(state.done())} done, in {state.runs_dir}"])
+    runs = "run" if missing == 1 else "runs"
+    return "\n".join([*shown, f"{missing} {runs} to train, {len(state.done())} done, in {state.runs_dir}"])
 
 
 def _training_lines(state: SweepState, trained: bool, retry_failed: bool) -> Iterator[Line]:
-    """The first stage's runs, and the second stage's if the first is trained, or else what they will be."""
+    """The runs of the first stage, then those with further seeds, which are known once the first stage is trained."""
 
     def line(stage: str, key: RunKey) -> Line:
         return stage, str(key.folder), state.status(key), state.action(key, retry_failed=retry_failed)
@@ -38,14 +39,14 @@ def _training_lines(state: SweepState, trained: bool, retry_failed: bool) -> Ite
     for key in state.grid.keys:
         yield line("training", key)
     if trained:
-        for key in state.second_stage():
-            yield line("other seeds", key)
+        for key in state.further_seeds():
+            yield line("further seeds", key)
         return
     chosen = state.grid.chosen
     if seeds := [seed for seed in chosen.seeds if seed not in state.grid.seeds]:
         methods = [*chosen.methods, *([f"the {chosen.leading} leading"] if chosen.leading else [])]
         runs = f"seeds {', '.join(map(str, seeds))} of {', '.join(methods)}"
-        yield "other seeds", runs, "", "when training has ended"
+        yield "further seeds", runs, "", "when training has ended"
 
 
 def _scoring_lines(state: SweepState, trained: bool) -> Iterator[Line]:

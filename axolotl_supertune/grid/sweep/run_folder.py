@@ -9,7 +9,7 @@ import yaml
 
 from ...method.atomic_files import whole_file
 from ...plugin.plugin import NORMS_FILE
-from ..records import RUN_FILE, SCORES_FILE, last_words
+from ..run_files import RUN_FILE, SCORES_FILE, last_words
 
 LOG_FILE = "log.txt"
 ADAPTER_FOLDER = "adapter"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import CALIBRATION_FOLDER, CONTAMINATION_FILE, RECORD
 from ..record import VARIABLE, installed
-from ..records import CONFIG_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
+from ..run_files import CONFIG_FILE, RUN_FILE, Run, RunKey, Setup, read_run, read_scores
 from .devices import Devices
 from .jobs import ProcessJob
 from .run_folder import LOG_FILE, as_yaml, checkpoints, last_line, make_ready, tail, write

@@ -12,7 +12,7 @@ from ...plugin import axolotl_compat, validation
 from ...plugin.args import SupertuneArgs
 from ..config import CALIBRATION_FOLDER, PREPARED_FOLDER, RECORD, SUPERTUNE, Grid, GridError
 from ..read_config import GRID_KEYS, check_keys
-from ..records import RunKey
+from ..run_files import RunKey
 from .file_digests import FileDigests, calibration_paths, data_paths, digest
 from .prepare import DATA_SEED
 

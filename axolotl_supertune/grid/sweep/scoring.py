@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ..config import Score
-from ..records import BenchmarkScores, RunKey, Scores, Setup
+from ..run_files import BenchmarkScores, RunKey, Scores, Setup
 
 # Keys of `score` that affect the scores; sizes of batches and the folder of the data do not.
 SCORING_KEYS = ("task", "max_gen_toks", "limit")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ..config import CONTAMINATION_FILE, GridError
 from ..rate_selection import Choice, Trial, choose_rates
 from ..read_config import read_grid, read_mapping
-from ..records import CONFIG_FILE, SCORES_FILE, Run, RunKey, Scores, Setup, read_runs, read_scores
+from ..run_files import CONFIG_FILE, SCORES_FILE, Run, RunKey, Scores, Setup, read_runs, read_scores
 from .run_folder import has_weights, last_step
 from .run_settings import RunSettings
 from .scoring import SCORING_KEYS, files_of_report
@@ -126,11 +126,14 @@ class SweepState:
         return files_of_report(report) if report.is_file() else {}
 
     def choices(self) -> dict[tuple[str, float], Choice | None]:
-        """Each method's best rate by (method, epochs), chosen among the runs of the first stage."""
+        """Each method's best rate by (method, epochs), chosen among the runs of the first stage, `train`."""
         return choose_rates(Trial.of(self.records[key]) for key in self.grid.keys if key in self.records)
 
-    def second_stage(self) -> list[RunKey]:
-        """The runs with further seeds: at their best rates, the methods that always get them and the leading ones."""
+    def further_seeds(self) -> list[RunKey]:
+        """The runs of the second stage, further seeds at the best rates.
+
+        They are those of the methods that always get them, and of the leading ones.
+        """
         chosen, keys = self.grid.chosen, []
         choices = {name: choice for name, choice in self.choices().items() if choice is not None}
         for epochs in self.grid.epochs:
@@ -158,7 +161,7 @@ class SweepState:
         ]
 
     def to_score(self) -> list[RunKey]:
-        """The finished runs that the third stage scores."""
+        """The finished runs that the last stage scores."""
         return {"all": self.done, "chosen": self.best, "none": list}[self.grid.score.runs]()
 
     def unscored(self) -> list[RunKey]:

@@ -18,7 +18,7 @@ from ...method.atomic_files import whole_file
 from ...method.calibration_data import TRAINING_SET
 from ...plugin.plan.data_checks import Findings, data_findings
 from ..config import CONTAMINATION_FILE, GridError
-from ..records import GRID_FILE, RunKey
+from ..run_files import GRID_FILE, RunKey
 from .devices import Devices
 from .dry_run import foresee, list_runs
 from .jobs import ProcessJob, ProcessPool
@@ -37,6 +37,7 @@ class Sweep:
 
     Args:
         path: the GRID file.
+        devices: where the runs train and are scored.
         console: takes the progress.
         time_limit: seconds from now, or None.
         retry_failed: whether failed runs are started again.
@@ -63,13 +64,13 @@ class Sweep:
         self._console, self._retry_failed = console, retry_failed
         self._pool = ProcessPool(devices, deadline, console)
         self._jobs = RunJobs(self._state, devices, commands or Commands())
-        self._failed: set[str] = set()
+        self._failures: list[str] = []  # what failed, for the last lines of output
 
     def sweep(self, until: Stage = "score") -> bool:
         """Run what is missing.
 
         Args:
-            until: the last stage.
+            until: the last stage: `train`; `choose` (rates are chosen and their further seeds trained); `score`.
 
         Returns:
             Whether nothing failed.
@@ -78,6 +79,7 @@ class Sweep:
             Signalled, OutOfTime: not all has run; nothing is running, and the next sweep continues.
             GridError: records contradict the grid (see `SweepState.check`), data is missing, another sweep uses this
                 RUNS_DIR, or training data changed while this one ran.
+            ValueError: a record in RUNS_DIR is damaged; names it.
         """
         with self._locked(), self._pool.signals():
             self._state.read()
@@ -86,16 +88,16 @@ class Sweep:
             self._write_grid()
             self._run_missing("training", self.grid.keys)
             if until != "train":
-                self._run_missing("other seeds", self._state.second_stage())
+                self._run_missing("further seeds", self._state.further_seeds())
                 if until == "score" and self.grid.score.runs != "none":
                     self._train_again()
                     self._score_missing()
                 self._delete_weights()
-        for name in sorted(self._failed):
-            self._console.print(f"[red]failed:[/] {escape(name)}")
-        return not self._failed
+        for failure in sorted(set(self._failures)):
+            self._console.print(f"[red]failed:[/] {escape(failure)}")
+        return not self._failures
 
-    def plan(self) -> str:
+    def listing(self) -> str:
         """The runs with what `sweep` would do, one per line (see `dry_run.list_runs`)."""
         return list_runs(self._state, retry_failed=self._retry_failed)
 
@@ -105,7 +107,8 @@ class Sweep:
 
     def summary(self) -> Table:
         """A table of the chosen rates, by validation NLL."""
-        table = Table(box=box.SIMPLE_HEAD, title=f"{len(self._state.done())} runs done in {self.runs_dir}")
+        done = len(self._state.done())
+        table = Table(box=box.SIMPLE_HEAD, title=f"{done} {'run' if done == 1 else 'runs'} done in {self.runs_dir}")
         table.add_column("method")
         for column in ("epochs", "learning rate", "validation NLL", ""):
             table.add_column(column, justify="right")
@@ -132,18 +135,22 @@ class Sweep:
             ) from None
 
     def _check_data(self) -> None:
-        """Raise GridError for missing data files of runs that are still to be trained."""
-        to_train = [key for key in (*self.grid.keys, *self._state.second_stage()) if self._is_to_train(key)]
-        for key in {key.method: key for key in to_train}.values():
+        """Raise GridError for what would refuse the data of a run still to be trained.
+
+        One run of each method is checked, since all of them read the same data.
+        """
+        to_train = [key for key in (*self.grid.keys, *self._state.further_seeds()) if self._is_to_train(key)]
+        run_of_method = {key.method: key for key in to_train}
+        for method, key in run_of_method.items():
             if refusals := data_findings(self._state.settings.uncalibrated(key)).refusals:
-                raise GridError(f"{self._path}: methods.{key.method}: {refusals[0]}")
+                raise GridError(f"{self._path}: methods.{method}: {refusals[0]}")
 
     def _is_to_train(self, key: RunKey) -> bool:
         status = self._state.status(key)
         return status in ("new", "stopped") or (status == "failed" and self._retry_failed)
 
     def _write_grid(self) -> None:
-        """Write grid.json: the grid with the YAMLs of its first stage."""
+        """Write grid.json: the grid with the YAMLs of the runs of its first stage, `train`."""
         runs = [
             {"key": key.model_dump(), "folder": key.folder.as_posix(), "yaml": self._state.settings.of(key)}
             for key in self.grid.keys
@@ -155,7 +162,9 @@ class Sweep:
     def _run_missing(self, title: str, keys: Sequence[RunKey]) -> None:
         """Train the runs that have not ended; those that failed before count as failed unless they are retried."""
         to_train = [key for key in keys if self._is_to_train(key)]
-        self._failed |= {str(key.folder) for key in keys if key not in to_train and self._state.status(key) == "failed"}
+        self._failures += [
+            str(key.folder) for key in keys if key not in to_train and self._state.status(key) == "failed"
+        ]
         self._train(title, to_train)
 
     def _train(self, title: str, keys: Sequence[RunKey]) -> None:
@@ -164,7 +173,7 @@ class Sweep:
             return
         self._prepare(keys)
         ready = [key for key in keys if self._has_data(key) and self._has_norms(key)]
-        self._failed |= {str(key.folder) for key in keys if key not in ready}
+        self._failures += [str(key.folder) for key in keys if key not in ready]
         self._run(title, [self._jobs.train(key) for key in ready])
 
     def _prepare(self, keys: Sequence[RunKey]) -> None:
@@ -199,30 +208,32 @@ class Sweep:
     def _run(self, title: str, jobs: Sequence[ProcessJob]) -> None:
         """Run jobs and note those that fail."""
         if jobs:
-            self._failed |= {job.name for job in self._pool.run(title, jobs)}
+            self._failures += [job.name for job in self._pool.run(title, jobs)]
 
     def _train_again(self) -> None:
         """Train runs that are to be scored and whose weights were deleted.
 
-        A second training may end with another NLL, so that another rate is chosen: this repeats until nothing is
-        missing.
+        A second training may end with another NLL, so that another rate is chosen: this is repeated until no run that
+        is to be scored lacks weights; no run is retrained twice.
         """
         trained: set[RunKey] = set()
         while missing := [k for k in self._state.unscored() if k not in trained and not self._state.has_weights(k)]:
             self._console.print(
-                f"{len(missing)} runs that are to be scored have no weights any more: they train again."
+                "1 run that is to be scored has no weights any more: it trains again."
+                if len(missing) == 1
+                else f"{len(missing)} runs that are to be scored have no weights any more: they train again."
             )
             trained |= {*missing}
             self._train("training again", missing)
-            others = [key for key in self._state.second_stage() if self._state.status(key) in ("new", "stopped")]
-            self._train("other seeds", others)
+            untrained = [key for key in self._state.further_seeds() if self._state.status(key) in ("new", "stopped")]
+            self._train("further seeds", untrained)
 
     def _score_missing(self) -> None:
         """Score the base model and the runs, after comparing the training data with the benchmarks."""
         base: list[RunKey | None] = [None] if self._state.scores(None) is None else []
         missing = [*base, *self._state.unscored()]
         without_weights = [key for key in missing if key is not None and not self._state.has_weights(key)]
-        self._failed |= {f"score {key.folder}: it left no weights" for key in without_weights}
+        self._failures += [f"score {key.folder}: it left no weights" for key in without_weights]
         if missing and self._report_contamination():
             self._run("scoring", self._jobs.score([key for key in missing if key not in without_weights]))
 
@@ -255,21 +266,3 @@ class Sweep:
         for key in self._state.done():
             if key not in needed:
                 shutil.rmtree(self.runs_dir / key.folder / ADAPTER_FOLDER, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def disk_errors(place: Path | str) -> Iterator[None]:
-    """Turn a refusal of the file system (disk full, no rights) into a ValueError that says how to continue.
-
-    Args:
-        place: named if the error names no file, as that of a full disk does.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(
-            f"{error.filename or place}: {error.strerror}. What is done stays, and the same command goes on when that "
-            "is mended: make room, or give this grid an output_dir that can be written."
-        ) from error

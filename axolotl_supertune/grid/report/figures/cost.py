@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...records import Run
+from ...run_files import Run
 from ..comparisons import Result
 from ..findings import GridFindings
 from ..metrics import accuracies

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...records import Run
+from ...run_files import Run
 from ..comparisons import Result
 from ..findings import GridFindings
 from ..formatting import short_rate

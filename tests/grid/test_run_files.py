@@ -9,7 +9,7 @@ import pytest
 from grid_records import make_run, make_scores
 from reporting import run_report
 
-from axolotl_supertune.grid.records import SCORES_FILE, Run, Setup, last_words, read_runs, read_scores
+from axolotl_supertune.grid.run_files import SCORES_FILE, Run, Setup, last_words, read_runs, read_scores
 
 
 @pytest.mark.parametrize(
