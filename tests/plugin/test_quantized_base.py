@@ -182,6 +182,12 @@ def test_preparing_a_config_twice_changes_nothing():
     assert cfg["overrides_of_model_kwargs"] == {"quantization_config": {"load_in_4bit": True}}
 
 
+def test_the_backend_that_is_supported_may_be_named():
+    cfg = {"adapter": "supra", "load_in_4bit": True, "nf4_backend": "bitsandbytes", "mask_score": "magnitude"}
+    prepare(cfg, {*cfg, "overrides_of_model_kwargs"})
+    assert cfg["nf4_backend"] == "bitsandbytes"
+
+
 @pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
 def test_the_base_is_left_as_axolotl_leaves_it_for_lora(settings, load, key):
     from axolotl.loaders import ModelLoader, load_tokenizer
