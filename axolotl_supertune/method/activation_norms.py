@@ -6,7 +6,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .atomic_files import whole_file
+from .messages import listed
+from .transfers import to_cpu
 
 FORMAT = "activation_norms"
 FORMAT_VERSION = 1
@@ -33,7 +35,8 @@ def plain_parameter(parameter: Tensor) -> tuple[Sequence[Tensor], torch.Size]:
     Raises:
         TypeError: the parameter is sharded or quantized.
     """
-    if type(parameter) not in (Tensor, nn.Parameter) or hasattr(parameter, "ds_id"):
+    # Engines that shard by another type are told by it, those that empty the parameter by its shape.
+    if type(parameter) not in (Tensor, nn.Parameter) or parameter.shape == (0,):
         raise TypeError(
             f"a {type(parameter).__name__} is sharded or quantized: pass read=axolotl_supertune.tuner.base_model."
             "read_parameter."
@@ -170,27 +173,6 @@ def model_fingerprint(model: nn.Module, read: ReadParameter = plain_parameter) -
     return digest.hexdigest()
 
 
-def to_cpu(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy 1-D tensors of one dtype to the CPU, with a single transfer per device."""
-    copies: dict[int, Tensor] = {}
-    for device in {vector.device for vector in vectors}:
-        indices = [index for index, vector in enumerate(vectors) if vector.device == device]
-        joined = torch.cat([vectors[index] for index in indices]).cpu()
-        copies.update(zip(indices, joined.split([vectors[index].numel() for index in indices]), strict=True))
-    return [copies[index] for index in range(len(vectors))]
-
-
 def _base(module: nn.Module) -> Any:
     """The layer itself, without an adapter around it."""
     return getattr(module, "base_layer", module)
-
-
-def model_name(model: nn.Module) -> str:
-    """Name or path that a model was loaded from, or its class."""
-    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-
-
-def listed(names: Iterable[str], limit: int = 3) -> str:
-    """The first names, and how many more there are, for messages."""
-    every = list(names)
-    return ", ".join(every[:limit]) + (f" and {len(every) - limit} more" if len(every) > limit else "")

@@ -18,16 +18,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
-from .activation_norms import (
-    ActivationNorms,
-    ReadParameter,
-    listed,
-    model_fingerprint,
-    model_name,
-    plain_parameter,
-    to_cpu,
-)
+from .activation_norms import ActivationNorms, ReadParameter, model_fingerprint, plain_parameter
+from .messages import listed
+from .transfers import to_cpu
 
+# Tokens whose squares are added in one run, then the sums of the runs. On a CPU tokens are added one by one in fp32,
+# and over tens of thousands of them rounding would affect the fifth digit.
 _TOKENS_PER_SUM = 512
 
 Batch = Tensor | Mapping[str, Any]
@@ -55,8 +51,8 @@ def calibrate(
             mask 0 do not count); or, for other modules, what their forward takes. Moved to the model's device.
         layers: names of the layers to observe; default all `nn.Linear` except the output layer.
         provenance: recorded with the norms (dataset, seed, …), beside the model's name, samples and tokens.
-        uncounted: batches that are run without being observed: processes that share a model
-            (`layerwise.gathered_in_turn`) must all run the same number of batches.
+        uncounted: batches run only to take part in gathering; their inputs are not measured. Processes that share a
+            model (`layerwise.gathered_in_turn`) must all run the same number of batches.
         total_tokens: number of tokens in `batches` if known, for the progress bar.
         progress: show a progress bar with tokens per second.
         sum_processes: sums a CPU fp64 vector (n,) over all processes, where each has a part of the batches (possibly
@@ -92,7 +88,7 @@ def calibrate(
     fingerprint = model_fingerprint(model, read)
     if fingerprint is None:
         raise ValueError("the model's weights are on the meta device: calibration needs real weights.")
-    record = {"model": model_name(model), "samples": samples, "tokens": tokens, **(provenance or {})}
+    record = {"model": _model_name(model), "samples": samples, "tokens": tokens, **(provenance or {})}
     return ActivationNorms(norms, fingerprint, json.loads(json.dumps(record, default=str)))
 
 
@@ -103,6 +99,11 @@ def default_layers(model: nn.Module) -> list[str]:
     return [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name and module is not head
     ]
+
+
+def _model_name(model: nn.Module) -> str:
+    """Name or path that a model was loaded from, or its class."""
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 
 def _observed_layers(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Linear]:
@@ -131,10 +132,10 @@ def _run_batches(
     with _eval_mode(model), torch.inference_mode(False), torch.no_grad():
         for batch in batches:
             inputs = _to_device(batch, device)
-            shape = _ids(inputs).shape
-            real_tokens = sums.start(batch, shape)
+            ids = _ids(inputs)
+            real_tokens = sums.start(batch, ids)
             _run(runner, inputs)
-            samples += shape[0]
+            samples += len(ids)
             tokens += real_tokens
             bar.update(real_tokens)
         for hook in hooks:
@@ -156,17 +157,17 @@ class _SquareSums:
         # version detects changes in place; the weak reference does not keep the input alive.
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
-    def start(self, batch: Batch, shape: torch.Size) -> int:
-        """Begin a batch with token ids of this shape. Returns how many positions are not padding."""
+    def start(self, batch: Batch, ids: Tensor) -> int:
+        """Begin a batch with these token ids. Returns how many positions are not padding."""
         self._last, self._mask_shape = None, None
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         if mask is None:
-            return shape[:2].numel()
+            return _positions(ids)
         real = mask.reshape(-1).nonzero().squeeze(1)
         if len(real) < mask.numel():
             self._mask_shape, self._real = mask.shape, {real.device: real}
             return len(real)
-        return shape[:2].numel()
+        return _positions(ids)
 
     def hook(self, name: str) -> Any:
         """A forward pre-hook that adds the squares of a layer's input to the layer's sum."""
@@ -175,7 +176,7 @@ class _SquareSums:
             x = args[0] if args else kwargs["input"]
             version = x._version
             if self._last is None or self._last[0]() is not x or self._last[1] != version:
-                self._last = (weakref.ref(x), version, self._square_sum(x.detach(), name))
+                self._last = (weakref.ref(x), version, self._square_sum_without_padding(x.detach(), name))
             square_sum = self._last[2]
             # (Apple's GPUs have no fp64.)
             wide = square_sum if square_sum.device.type == "mps" else square_sum.double()
@@ -183,7 +184,7 @@ class _SquareSums:
 
         return observe
 
-    def _square_sum(self, x: Tensor, name: str) -> Tensor:
+    def _square_sum_without_padding(self, x: Tensor, name: str) -> Tensor:
         """Σ x² over the positions of x (…, features) that are not padding, (features,) fp32."""
         tokens = x.reshape(-1, x.shape[-1])
         if self._mask_shape is None:
@@ -247,9 +248,7 @@ class _Totals:
 def _square_sum(tokens: Tensor) -> Tensor:
     """Σ x² over the rows of (tokens, features), (features,) fp32.
 
-    `vector_norm` accumulates bf16 in fp32 without an fp32 copy of its input (on a GPU). On a CPU it adds tokens one by
-    one, and over tens of thousands of them rounding would affect the fifth digit; so runs of 512 tokens are summed
-    first, then the runs.
+    `vector_norm` accumulates bf16 in fp32 without an fp32 copy of its input (on a GPU).
     """
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     whole = len(tokens) - len(tokens) % _TOKENS_PER_SUM
@@ -304,3 +303,9 @@ def _ids(inputs: Batch) -> Tensor:
     if "input_ids" in inputs:
         return inputs["input_ids"]
     return next(value for value in inputs.values() if isinstance(value, Tensor))
+
+
+def _positions(ids: Tensor) -> int:
+    """Number of tokens in token ids (batch, length) or in a floating input (batch, [length,] features)."""
+    leading = ids.shape[:-1] if ids.is_floating_point() else ids.shape
+    return leading[:2].numel()

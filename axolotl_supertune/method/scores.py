@@ -15,24 +15,10 @@ RowScores = Callable[[int, int], Tensor]
 """(start, stop) → the scores of these rows, (stop − start, b) fp32."""
 
 
-def magnitude_score(weight: Tensor, *, layer: str = "layer") -> Tensor:
-    """B_ij = |W_ij| (the PaFi-style rule).
-
-    Args:
-        weight: (c, b), any floating dtype.
-        layer: the layer's name, for error messages.
-
-    Returns:
-        (c, b) fp32.
-
-    Raises:
-        ValueError: a weight is NaN or infinite.
-    """
-    return score_rows(weight, layer=layer)(0, len(weight))
-
-
 def wanda_score(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer") -> Tensor:
     """A_ij = |W_ij|·‖X_j‖₂, where X_j holds feature j of the layer's input over all calibration tokens.
+
+    `wanda_rows` computes it.
 
     Args:
         weight: (c, b), any floating dtype.
@@ -45,7 +31,67 @@ def wanda_score(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer"
     Raises:
         ValueError: a weight or a norm is NaN or infinite, or the norm's shape is not (b,).
     """
-    return score_rows(weight, activation_norm, layer=layer)(0, len(weight))
+    return wanda_rows(weight, activation_norm, layer=layer)(0, len(weight))
+
+
+def wanda_rows(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer") -> RowScores:
+    """`wanda_score`, a block of rows at a time: `mask_score: wanda`.
+
+    All checks happen in this call. Neither it nor the function that it returns allocates a tensor of the weight's size.
+
+    Args:
+        weight: (c, b), any floating dtype; read at each call of the returned function.
+        activation_norm: (b,), ‖X_j‖₂ per input feature.
+        layer: the layer's name, for error messages.
+
+    Returns:
+        A function (start, stop) → the scores of these rows, (stop − start, b) fp32.
+
+    Raises:
+        ValueError: as `wanda_score`.
+    """
+    norm = _checked_norm(weight, activation_norm, layer)
+    weight = weight.detach()
+
+    def rows(start: int, stop: int) -> Tensor:
+        return _magnitude(weight[start:stop]).mul_(norm)
+
+    largest = check_weight(weight, layer=layer)
+    if norm.numel() and not bool(torch.isfinite(largest * norm.abs().max())):
+        # An upper bound of all products overflows; the two factors may belong to different features, so check them all.
+        remedy = "the products overflow fp32: check the base model and the norms"
+        _check_finite(rows(0, len(weight)), layer, "its scores |W|·‖X‖", remedy)
+    return rows
+
+
+def magnitude_score(weight: Tensor, *, layer: str = "layer") -> Tensor:
+    """B_ij = |W_ij| (the PaFi-style rule).
+
+    `magnitude_rows` computes it.
+
+    Args:
+        weight: (c, b), any floating dtype.
+        layer: the layer's name, for error messages.
+
+    Returns:
+        (c, b) fp32.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    return magnitude_rows(weight, layer=layer)(0, len(weight))
+
+
+def magnitude_rows(weight: Tensor, _: Tensor | None = None, *, layer: str = "layer") -> RowScores:
+    """`magnitude_score`, a block of rows at a time: `mask_score: magnitude`. Takes no norms."""
+    weight = weight.detach()
+    check_weight(weight, layer=layer)
+    return lambda start, stop: _magnitude(weight[start:stop])
+
+
+def _magnitude(rows: Tensor) -> Tensor:
+    """|W_ij| of some rows, a new fp32 tensor."""
+    return rows.to(torch.float32, copy=True).abs_()
 
 
 def activation_score(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer") -> Tensor:
@@ -57,41 +103,10 @@ def activation_score(weight: Tensor, activation_norm: Tensor, *, layer: str = "l
 
 
 def activation_rows(weight: Tensor, activation_norm: Tensor, *, layer: str = "layer") -> RowScores:
-    """`activation_score`, a block of rows at a time; arguments as for `score_rows`. The weight is only checked."""
+    """`activation_score`, a block of rows at a time: `mask_score: activation`. The weight is only checked."""
     norm = _checked_norm(weight, activation_norm, layer)
     check_weight(weight, layer=layer)
     return lambda start, stop: norm.expand(stop - start, -1)
-
-
-def score_rows(weight: Tensor, activation_norm: Tensor | None = None, *, layer: str = "layer") -> RowScores:
-    """`wanda_score` with norms, `magnitude_score` without, a block of rows at a time.
-
-    All checks happen in this call. Neither it nor the function that it returns allocates a tensor of the weight's size.
-
-    Args:
-        weight: (c, b), any floating dtype; read at each call of the returned function.
-        activation_norm: (b,), ‖X_j‖₂ per input feature, or None.
-        layer: the layer's name, for error messages.
-
-    Returns:
-        A function (start, stop) → the scores of these rows, (stop − start, b) fp32.
-
-    Raises:
-        ValueError: as `wanda_score` and `magnitude_score`.
-    """
-    weight = weight.detach()
-    norm = None if activation_norm is None else _checked_norm(weight, activation_norm, layer)
-
-    def rows(start: int, stop: int) -> Tensor:
-        score = weight[start:stop].to(torch.float32, copy=True).abs_()
-        return score if norm is None else score.mul_(norm)
-
-    largest = check_weight(weight, layer=layer)
-    if norm is not None and norm.numel() and not bool(torch.isfinite(largest * norm.abs().max())):
-        # An upper bound of all products overflows; the two factors may belong to different features, so check them all.
-        remedy = "the products overflow fp32: check the base model and the norms"
-        _check_finite(rows(0, len(weight)), layer, "its scores |W|·‖X‖", remedy)
-    return rows
 
 
 def _checked_norm(weight: Tensor, activation_norm: Tensor, layer: str) -> Tensor:
@@ -123,10 +138,6 @@ def _check_finite(tensor: Tensor, layer: str, what: str, remedy: str) -> Tensor:
     return largest
 
 
-def _magnitude_rows(weight: Tensor, _: Tensor | None = None, *, layer: str = "layer") -> RowScores:
-    return score_rows(weight, layer=layer)
-
-
 @dataclass(frozen=True)
 class Score:
     """A value of `mask_score`.
@@ -148,8 +159,8 @@ class Score:
 # The registry. A new score is an entry here and its test in tests/method/test_scores.py; the YAML key, the PEFT config,
 # calibration, the choice of supports and the help texts read it.
 SCORES: dict[str, Score] = {
-    "wanda": Score("norms", "|W|·‖X‖₂", score_rows),
-    "magnitude": Score("weight", "|W|", _magnitude_rows),
+    "wanda": Score("norms", "|W|·‖X‖₂", wanda_rows),
+    "magnitude": Score("weight", "|W|", magnitude_rows),
     "activation": Score("norms", "‖X‖₂", activation_rows),
     "gradient": Score("gradients", "|∂L/∂W| of training batches (SIFT)"),
     "squared_gradient": Score("gradients", "(∂L/∂W)² of training batches (RoSA)", squares_gradients=True),

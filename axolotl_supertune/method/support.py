@@ -6,9 +6,9 @@ A support is a 1-D tensor of flat row-major indices i·b + j into W of shape (c,
 c·b allows it. Among equal scores the lowest flat index wins, on every device. Hundreds of bf16 weights tie at the
 threshold; if the order of a parallel sort decided, a support could not be reproduced.
 
-The count-th smallest score is found by radix select. Floats ≥ 0 sort like their bit patterns: a histogram of the
-leading bits tells which range holds the threshold, and the next histogram covers that range only. Scores are computed
-in blocks of rows, so that no tensor of the layer's size is allocated.
+The count-th smallest score is found by radix select. Scores become integer *keys* (`_ordered_bits`) that sort as the
+scores do: a histogram of the leading bits tells which range holds the threshold, and the next histogram covers that
+range only. Scores are computed in blocks of rows, so that no tensor of the layer's size is allocated.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from .budget import DEFAULT_BETA, hybrid_split
 from .scores import RowScores
 
 SUPPORT_SCOPES = ("layer", "row")
-SPARSE_DIRECTIONS = ("bottom", "top", "hybrid", "random")
+_SCORED_DIRECTIONS = ("bottom", "top", "hybrid")
+SPARSE_DIRECTIONS = (*_SCORED_DIRECTIONS, "random")
 
 # Entries per block of rows, with temporaries of up to 24 bytes per entry. On a GPU that is below 200 MiB, and smaller
 # blocks would be launch-bound; on a CPU, blocks of this size stay in the cache, which is three times faster.
@@ -31,6 +32,9 @@ _BLOCK, _BLOCK_CPU = 2**23, 2**20
 _DIGIT = 11
 # When at most this many keys are left, they are sorted instead of counted in another histogram.
 _FEW = 2**18
+
+LayerScores = tuple[Sequence[int], Callable[[], RowScores]]
+"""A layer's shape (c, b), and a function that returns its scores, a block of rows at a time."""
 
 _Blocks = Callable[[], Iterator[tuple[int, Tensor]]]
 
@@ -56,16 +60,18 @@ def select_support(scores: Tensor, count: int, direction: str, *, hybrid_beta: f
         ValueError: unknown direction, or s out of range.
     """
     table = scores if scores.dim() == 2 else scores.reshape(-1, 1)
-    return select_by_rows(lambda start, stop: table[start:stop], table.shape, count, direction, hybrid_beta=hybrid_beta)
+    return select_from_blocks(
+        lambda start, stop: table[start:stop], table.shape, count, direction, hybrid_beta=hybrid_beta
+    )
 
 
-def select_by_rows(
+def select_from_blocks(
     score_rows: RowScores, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = DEFAULT_BETA
 ) -> Tensor:
     """`select_support` for scores that are computed a block of rows at a time.
 
     Args:
-        score_rows: returns the scores of a range of rows, see `scores.score_rows`. Called several times for every row,
+        score_rows: returns the scores of a range of rows, see `scores.RowScores`. Called several times for every row,
             and with an empty range (start = stop); must return the same values every time.
         shape: (c, b).
         count: s, 0 ≤ s ≤ c·b.
@@ -78,11 +84,11 @@ def select_by_rows(
     Raises:
         ValueError: unknown direction, or s out of range.
     """
-    return _select([(shape, lambda: score_rows)], count, direction, hybrid_beta)
+    return _select_concatenated([(shape, lambda: score_rows)], count, direction, hybrid_beta)
 
 
 def select_across(
-    layers: Sequence[tuple[Sequence[int], Callable[[], RowScores]]],
+    layers: Sequence[LayerScores],
     count: int,
     direction: str,
     *,
@@ -91,8 +97,8 @@ def select_across(
     """The `count` smallest and/or largest scores of several layers together; ties go to the earlier layers.
 
     Args:
-        layers: per layer its shape (c, b) and a function that returns its `score_rows`. The function is called several
-            times, for one layer after another, so that only one layer's weight must be in memory.
+        layers: shape and scores of each. The functions are called several times, for one layer after another, so that
+            only one layer's weight must be in memory.
         count: s of all layers together, 0 ≤ s ≤ Σ c·b.
         direction, hybrid_beta: as for `select_support`, over the scores of all layers.
 
@@ -102,7 +108,7 @@ def select_across(
     Raises:
         ValueError: unknown direction, or s out of range.
     """
-    chosen = _select(layers, count, direction, hybrid_beta)
+    chosen = _select_concatenated(layers, count, direction, hybrid_beta)
     sizes = [rows * width for (rows, width), _ in layers]
     bounds = torch.tensor(sizes, dtype=torch.int64).cumsum(0)
     cuts = torch.searchsorted(chosen.cpu(), bounds[:-1].to(chosen.dtype))
@@ -112,15 +118,16 @@ def select_across(
     ]
 
 
-def select_each_row(
+def select_within_rows(
     score_rows: RowScores, shape: Sequence[int], count: int, direction: str, *, hybrid_beta: float = DEFAULT_BETA
 ) -> Tensor:
-    """`select_by_rows` within each row, with the count spread evenly over the rows.
+    """The support with `support_scope: row`: each row has its share of the count; scores compete only within a row.
 
     The first k rows have ⌊k·s/c⌋ entries together, so each row has ⌊s/c⌋ or one more, and the longer rows are evenly
-    spaced. For `hybrid`, ⌊n·k_top/s⌋ of the first n entries are top entries.
+    spaced. For `hybrid`, the top entries are spread the same way: the rows up to any row that hold n entries together
+    have ⌊n·k_top/s⌋ top ones.
 
-    Args, returns and raises: as `select_by_rows`.
+    Args, returns and raises: as `select_from_blocks`.
     """
     rows, width = shape
     _check_count(count, rows * width)
@@ -136,10 +143,10 @@ def select_each_row(
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         keys = _ordered_bits(score_rows(start, stop)).view(stop - start, width)
-        mask = _first_of_rows(keys.bitwise_not(), top[start:stop])
+        mask = _smallest_in_each_row(keys.bitwise_not(), top[start:stop])
         if k_top < count:
             keys.masked_fill_(mask, torch.iinfo(keys.dtype).max)
-            mask |= _first_of_rows(keys, (counts - top)[start:stop])
+            mask |= _smallest_in_each_row(keys, (counts - top)[start:stop])
         chosen.append((mask.view(-1).nonzero().squeeze(1) + start * width).to(index_dtype(rows * width)))
     return torch.cat(chosen)
 
@@ -150,7 +157,7 @@ def row_counts(count: int, rows: int) -> Tensor:
     return ends.diff()
 
 
-def _first_of_rows(keys: Tensor, counts: Tensor) -> Tensor:
+def _smallest_in_each_row(keys: Tensor, counts: Tensor) -> Tensor:
     """Mask of the `counts[k]` smallest keys of each row k; ties go to the lower column."""
     mask = torch.zeros_like(keys, dtype=torch.bool)
     most = int(counts.max()) if counts.numel() else 0
@@ -162,19 +169,20 @@ def _first_of_rows(keys: Tensor, counts: Tensor) -> Tensor:
 
 
 def _split(count: int, direction: str, hybrid_beta: float) -> tuple[int, int]:
-    """(k_top, k_bottom) of a direction; ValueError if it is unknown."""
-    if direction not in ("bottom", "top", "hybrid"):
-        raise ValueError(f"sparse_direction={direction!r} is not one of {', '.join(SPARSE_DIRECTIONS)}.")
+    """(k_top, k_bottom) of a direction; ValueError if it is `random`, which takes no scores, or unknown."""
+    if direction == "random":
+        raise ValueError("direction='random' needs no scores: call random_support.")
+    if direction not in _SCORED_DIRECTIONS:
+        raise ValueError(f"direction={direction!r} is not one of {', '.join(_SCORED_DIRECTIONS)}.")
     return {"bottom": (0, count), "top": (count, 0)}.get(direction) or hybrid_split(count, hybrid_beta)
 
 
-def _select(
-    layers: Sequence[tuple[Sequence[int], Callable[[], RowScores]]], count: int, direction: str, hybrid_beta: float
-) -> Tensor:
+def _select_concatenated(layers: Sequence[LayerScores], count: int, direction: str, hybrid_beta: float) -> Tensor:
     """Sorted indices into the concatenation of the layers' flattened scores."""
     size = sum(rows * width for (rows, width), _ in layers)
     _check_count(count, size)
     k_top, k_bottom = _split(count, direction, hybrid_beta)
+    # An empty block of scores, for their device and dtype.
     sample = _ordered_bits(layers[0][1]()(0, 0))
     if count in (0, size):
         return torch.arange(count, dtype=index_dtype(size), device=sample.device)
@@ -230,7 +238,7 @@ def random_support(size: int, count: int, *, seed: int, layer: str) -> Tensor:
 
 
 def random_rows_support(shape: Sequence[int], count: int, *, seed: int, layer: str) -> Tensor:
-    """`random_support` with the entries spread evenly over the rows, as in `select_each_row`."""
+    """`random_support` with the entries spread evenly over the rows, as in `select_within_rows`."""
     rows, width = shape
     _check_count(count, rows * width)
     generator = _generator(seed, layer)
@@ -267,9 +275,9 @@ def _smallest(blocks: _Blocks, bits: int, size: int, count: int) -> Tensor:
     chosen = []
     for offset, keys in blocks():
         ties = keys == threshold
-        passed = ties.cumsum(0, dtype=torch.int32)
-        mask = (ties & (passed <= left)) | (keys < threshold)
-        left = left - passed[-1]
+        ties_so_far = ties.cumsum(0, dtype=torch.int32)
+        mask = (ties & (ties_so_far <= left)) | (keys < threshold)
+        left = left - ties_so_far[-1]
         chosen.append((mask.nonzero().squeeze(1) + offset).to(index_dtype(size)))
     return torch.cat(chosen)
 
@@ -284,26 +292,26 @@ def _threshold(blocks: _Blocks, bits: int, size: int, rank: int) -> tuple[int, i
         # The first digit contains the sign bit, so it can be negative.
         lowest = -(1 << (digit - 1)) if prefix is None else prefix << digit
         counts = [
-            torch.bincount((_within(keys, prefix, shift) >> (shift - digit)) - lowest, minlength=1 << digit)
+            torch.bincount((_keys_with_prefix(keys, prefix, shift) >> (shift - digit)) - lowest, minlength=1 << digit)
             for _, keys in blocks()
         ]
-        passed = torch.stack(counts).sum(0).cumsum(0).cpu()
-        at = int(torch.searchsorted(passed, rank))
-        below = int(passed[at - 1]) if at else 0
+        cumulative = torch.stack(counts).sum(0).cumsum(0).cpu()
+        at = int(torch.searchsorted(cumulative, rank))
+        below = int(cumulative[at - 1]) if at else 0
         prefix, shift = lowest + at, shift - digit
-        rank, inside = rank - below, int(passed[at]) - below
+        rank, inside = rank - below, int(cumulative[at]) - below
     if prefix is not None and not shift:
         return prefix, rank
-    few = torch.cat([_within(keys, prefix, shift) for _, keys in blocks()])
+    few = torch.cat([_keys_with_prefix(keys, prefix, shift) for _, keys in blocks()])
     threshold = few.topk(rank, largest=False, sorted=False).values.max()
     return int(threshold), rank - int((few < threshold).sum())
 
 
-def _within(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
+def _keys_with_prefix(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
     """The keys whose leading bits are `prefix`; all of them for None."""
     return keys if prefix is None else keys[(keys >> shift) == prefix]
 
 
 def _check_count(count: int, size: int) -> None:
     if not 0 <= count <= size:
-        raise ValueError(f"a support of {count:,} entries does not fit a layer of {size:,} weights.")
+        raise ValueError(f"a support of {count:,} entries does not fit {size:,} weights.")

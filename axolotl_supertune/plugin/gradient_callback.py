@@ -70,7 +70,7 @@ class ChooseByGradient(TrainerCallback):
         config = self._config
         if not config.awaits_gradient or state.global_step < config.low_rank_warmup_steps:
             return
-        layers = {layer.supra_layer: layer for layer in sparse_layers(self._trainer.model)}
+        layers = {layer.layer_name: layer for layer in sparse_layers(self._trainer.model)}
         if not layers:
             return
         start = time.perf_counter()

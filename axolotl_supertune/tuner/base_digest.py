@@ -5,6 +5,8 @@ import json
 import os
 from pathlib import Path
 
+from ..method.messages import listed
+
 # Rows that are compared per tensor: evenly spread, including the first and the last.
 _ROWS = 16
 
@@ -75,8 +77,7 @@ def compared(first: tuple[str, str | None], second: tuple[str, str | None]) -> s
     differing = [name for name in every if one.get(name) != other.get(name)]
     if not differing:
         return f"the same weights ({len(every)} tensors, {_ROWS} rows of each compared)"
-    listed = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-    return f"other weights: {len(differing)} of {len(every)} tensors differ ({listed})"
+    return f"other weights: {len(differing)} of {len(every)} tensors differ ({listed(differing)})"
 
 
 def _digests(*bases: tuple[str, str | None]) -> list[dict[str, str]] | str:

@@ -18,7 +18,7 @@ _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def number_of(layer: Any) -> int:
+def new_operator_number(layer: Any) -> int:
     """A new number under which the operators find this layer, as long as it lives."""
     number = next(_numbers)
     _layers[number] = layer
@@ -32,7 +32,7 @@ def adapted_linear(x: Tensor, trained: list[Tensor], number: int, out_features: 
     Args:
         x: (..., b).
         trained: U, L and R of the active adapter, as `SupraLinear` passes them; only autograd reads them.
-        number: of the layer, see `number_of`.
+        number: of the layer, see `new_operator_number`.
         out_features: c.
 
     Returns:
@@ -47,7 +47,7 @@ def adapted_linear(x: Tensor, trained: list[Tensor], number: int, out_features: 
     layer = _layers[number]
     group = layer.own_group(x, whole_input=True)
     if group is None:
-        raise RuntimeError(f"{layer.supra_layer}: the kernels cannot compute this layer under torch.compile.")
+        raise RuntimeError(f"{layer.layer_name}: the kernels cannot compute this layer under torch.compile.")
     (y,), saved = group_forward(x, group)
     inner = saved.tensors[1]
     # Backward needs this group even if other forwards come between; the layer keeps it alive.
@@ -59,7 +59,7 @@ def adapted_linear(x: Tensor, trained: list[Tensor], number: int, out_features: 
 def _(x: Tensor, trained: list[Tensor], number: int, out_features: int) -> list[Tensor]:
     layer = _layers[number]
     dtype = compute_dtype(x, layer.base_layer.weight)
-    width = layer.thin_width()
+    width = layer.saved_low_rank_width()
     inner = x.new_empty((x.numel() // x.shape[-1], width), dtype=dtype) if width else x.new_empty(0)
     seed = torch.empty(2, dtype=torch.int64, device="cpu")
     return [x.new_empty((*x.shape[:-1], out_features), dtype=dtype), inner, seed]
@@ -85,7 +85,7 @@ def adapted_linear_backward(
     group = layer.compiled_groups.get(group_id)
     if group is None:
         raise RuntimeError(
-            f"{layer.supra_layer}: the adapter was deleted between a compiled forward and its backward: call "
+            f"{layer.layer_name}: the adapter was deleted between a compiled forward and its backward: call "
             "backward() before delete_adapter()."
         )
     dx, grads = group_backward((dy,), saved, group, trains=bool(trained), wants_dx=wants_dx)

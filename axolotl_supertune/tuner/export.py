@@ -282,7 +282,7 @@ def _load(source: _Source, base: str | None, dtype: str) -> PeftModel:
         model = PeftModel.from_pretrained(model, os.fspath(source.folder))
     except (ValueError, TypeError, RuntimeError) as error:
         raise CannotExport(f"{misfit} ({error})") from error
-    missing = [layer.supra_layer for layer in _supra_layers(model) if layer.pending_adapters]
+    missing = [layer.layer_name for layer in _supra_layers(model) if layer.pending_adapters]
     if missing:
         raise CannotExport(f"{misfit} (It holds nothing for {missing[0]}, which this base has.)")
     return model

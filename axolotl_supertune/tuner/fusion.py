@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..method.sizes import GATED_MLP
 from ..ops.dispatch import requested
-from .custom_op import number_of
+from .custom_op import new_operator_number
 from .guards import guard_together
 from .linear import SupraLinear
 from .shared_input import SharedInput, has_hooks, same_objects
@@ -50,12 +50,12 @@ def share_work(model: nn.Module) -> None:
     writer = next((layer.writer for layer in layers if layer.writer is not None), None) or BatchedWriter()
     for layer in layers:
         layer.writer = writer
-        if layer.number < 0:
-            layer.number = number_of(layer)
+        if layer.operator_number < 0:
+            layer.operator_number = new_operator_number(layer)
     for parent in model.modules():
         for name, child in parent._modules.items():
             if isinstance(child, SupraLinear):
-                child.home = parent, name
+                child.place_in_parent = parent, name
         for names in _SHARED_INPUT:
             _group(parent, names)
         if _is_adapted_mlp(parent) and not _is_fused(parent):
@@ -97,7 +97,7 @@ def _group(parent: nn.Module, names: tuple[str, ...]) -> None:
     if len(members) == len(names) and all(member.shared_input is None for member in members):
         group = SharedInput(parent, names)
         for position, member in enumerate(members):
-            member.shared_input, member.shared_place = group, position
+            member.shared_input, member.position_in_group = group, position
 
 
 def _is_adapted_mlp(module: nn.Module) -> bool:
@@ -153,7 +153,7 @@ def _cached_mlp(parent: Any, members: list[Any], x: Tensor) -> "GatedMLP | None"
         return None
     if any(has_hooks(member) for member in members) or not _is_silu(parent):
         return None
-    layers = [member.cached_layer(x) for member in members]  # of x, only dtype and device matter here
+    layers = [member.unwritten_kernel_layer(x) for member in members]  # of x, only dtype and device matter here
     if None in layers:
         return None
     from ..ops.fused import GatedMLP, can_group

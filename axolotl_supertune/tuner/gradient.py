@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..method.gradient_scores import gradient_scores
 from ..method.scores import SCORES
 from .layer import SupraLayer
-from .selection import select_in_layer
+from .selection import select_by_config
 
 B = TypeVar("B")
 
@@ -47,7 +47,7 @@ def choose_supports(
             f"{config.sparse_direction!r}, and its gradient was taken: {config.gradient}."
         )
     allow_placeholders(model, adapter_name)
-    layers: dict[str, Any] = {layer.supra_layer: layer for layer in sparse_layers(model, adapter_name)}
+    layers: dict[str, Any] = {layer.layer_name: layer for layer in sparse_layers(model, adapter_name)}
     with _frozen(model, adapter_name):
         scores = gradient_scores(
             layers, batches, loss_of, squared=SCORES[config.mask_score].squares_gradients, sum_processes=sum_processes
@@ -62,7 +62,7 @@ def choose_supports(
 
 
 def _selected(score: Tensor, count: int, config: Any) -> Tensor:
-    return select_in_layer(lambda start, stop: score[start:stop], score.shape, count, config)
+    return select_by_config(lambda start, stop: score[start:stop], score.shape, count, config)
 
 
 def allow_placeholders(model: nn.Module, adapter_name: str = "default") -> None:

@@ -51,11 +51,11 @@ def hotswap_adapter(
             old, new = layer.supra_budget.get(adapter_name), layer.supra_budget.get(incoming)
             if old != new:
                 raise ValueError(
-                    f"{layer.supra_layer}: {model_name_or_path} has {_sizes(new)} here, adapter {adapter_name!r} "
+                    f"{layer.layer_name}: {model_name_or_path} has {_sizes(new)} here, adapter {adapter_name!r} "
                     f"{_sizes(old)}: load it under a name of its own and set_adapter it."
                 )
             if incoming in layer.pending_adapters:
-                raise ValueError(f"{layer.supra_layer}: {model_name_or_path} holds no tensors for this layer.")
+                raise ValueError(f"{layer.layer_name}: {model_name_or_path} holds no tensors for this layer.")
         for layer in layers:
             if incoming in layer.supra_budget:
                 _swap(layer, adapter_name, incoming)

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,9 +38,9 @@ class SupraLayer(BaseTunerLayer):
         "pending_adapters",
     )
 
-    def __init__(self, base_layer: nn.Linear, layer: str) -> None:
+    def __init__(self, base_layer: nn.Linear, layer_name: str) -> None:
         self.base_layer = base_layer
-        self.supra_layer = layer
+        self.layer_name = layer_name
         self.out_features, self.in_features = base_layer.out_features, base_layer.in_features
         self.supra_values = nn.ParameterDict()
         self.supra_L = nn.ParameterDict()
@@ -76,9 +77,10 @@ class SupraLayer(BaseTunerLayer):
             budget: of this layer.
             support: (s,) sorted flat indices, or None if they are yet to come.
             awaits_checkpoint: a checkpoint will bring all tensors; until then the adapter is pending.
-            awaits_gradient: `support` is a placeholder for one that will be chosen by gradient; until then the same.
+            awaits_gradient: `support` is a placeholder for one that will be chosen by gradient; until then the adapter
+                is pending.
             lora_alpha, lora_dropout: α and the dropout of the low-rank part.
-            init_weights: U and L start at zero; False draws them, so that tests see a delta.
+            init_weights: True: U and L start at zero. False: at random, for tests that need a non-zero change.
             inference_mode: the adapter will not be trained.
         """
         count, rank = budget.sparse_count, budget.rank
@@ -149,13 +151,13 @@ class SupraLayer(BaseTunerLayer):
             self.supra_indices[adapter_name] = combined.indices
         self.pending_adapters.pop(adapter_name, None)
 
+    @abstractmethod
     def restore(self) -> None:
         """Undo the writing of U into the base weight, bit for bit; the next forward writes it again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def invalidate_caches(self) -> None:
         """`restore`, and drop caches that refer to tensors; before these are moved, replaced or removed."""
-        raise NotImplementedError
 
     def get_base_layer(self) -> Any:
         """The base layer, with its restored weight."""
@@ -256,7 +258,7 @@ class SupraLayer(BaseTunerLayer):
         """Raise ValueError, in PEFT's words, if a merged weight is not finite."""
         if not bool(torch.isfinite(merged).all()):
             raise ValueError(
-                f"{self.supra_layer}: NaNs detected in the merged weights. The adapter {', '.join(adapter_names)} "
+                f"{self.layer_name}: NaNs detected in the merged weights. The adapter {', '.join(adapter_names)} "
                 "seems to be broken; nothing was merged."
             )
 
@@ -281,7 +283,7 @@ class SupraLayer(BaseTunerLayer):
         missing = [name for name in adapter_names if self.pending_adapters.get(name)]
         if missing:
             raise RuntimeError(
-                f"{self.supra_layer}: adapter {missing[0]!r} is not loaded: no checkpoint has brought its tensors. "
+                f"{self.layer_name}: adapter {missing[0]!r} is not loaded: no checkpoint has brought its tensors. "
                 "Load it (PeftModel.from_pretrained), or make a new one, on real weights, with support='select'; where "
                 "its support is chosen by gradient, call tuner.gradient.choose_supports first."
             )
@@ -290,19 +292,20 @@ class SupraLayer(BaseTunerLayer):
         """Names of the adapters that `state_dict` contains completely, after a check of all their tensors.
 
         Args:
-            state_dict: of a checkpoint, with layers in format 0.
+            state_dict: of a checkpoint, with layers in format 0 (unpacked, see file_format.py).
             prefix: of this layer's keys.
 
         Raises:
             ValueError: an incomplete adapter; another layer shape or budget; a support that is not a strictly
-                increasing sequence of indices inside the layer; the weight of, or an adapter of, a merged layer.
+                increasing sequence of indices inside the layer; the layer is merged and the checkpoint holds its weight
+                or a merged adapter.
         """
-        arriving = []
-        # The merged weight would not change, and unmerging would restore the weight from before the load.
+        complete = []
+        # Loading would leave the merged weight as it is, and a later unmerge would bring back the old one.
         merged = [f"supra_shape.{name}" for name in self.merged_adapters]
         if self.merged_adapters and any(prefix + key in state_dict for key in ("base_layer.weight", *merged)):
             raise ValueError(
-                f"{self.supra_layer}: adapter {', '.join(self.merged_adapters)} is merged here: call unmerge_adapter() "
+                f"{self.layer_name}: adapter {', '.join(self.merged_adapters)} is merged here: call unmerge_adapter() "
                 "before its tensors or the layer's weight are loaded."
             )
         for adapter in self.supra_shape:
@@ -312,21 +315,21 @@ class SupraLayer(BaseTunerLayer):
                 continue
             if lost:
                 raise ValueError(
-                    f"{self.supra_layer}: the checkpoint holds a part of adapter {adapter!r} but not its "
+                    f"{self.layer_name}: the checkpoint holds a part of adapter {adapter!r} but not its "
                     f"{lost[0].partition('.')[0]}: it is damaged, or was saved with another budget or supra_lambda."
                 )
             shape = state_dict[f"{prefix}supra_shape.{adapter}"].tolist()
             if shape != [self.out_features, self.in_features]:
                 raise ValueError(
-                    f"{self.supra_layer}: the adapter was made for a layer of shape {tuple(shape)}, this one is "
+                    f"{self.layer_name}: the adapter was made for a layer of shape {tuple(shape)}, this one is "
                     f"{(self.out_features, self.in_features)}: load it on the base model it was trained on."
                 )
             for name in names:
                 self._check_size(adapter, name, state_dict[prefix + name])
             if adapter in self.supra_indices:
                 self._check_support(state_dict[f"{prefix}supra_indices.{adapter}"])
-            arriving.append(adapter)
-        return arriving
+            complete.append(adapter)
+        return complete
 
     def tensor_names(self, adapter_name: str) -> list[str]:
         """Names, relative to this layer, of all tensors of an adapter in a checkpoint."""
@@ -341,7 +344,7 @@ class SupraLayer(BaseTunerLayer):
         # An engine that loads its shards itself passes emptied parameters here.
         if here != there and (is_whole(own) or there != (0,)):
             raise ValueError(
-                f"{self.supra_layer}: {store} has shape {there} in the checkpoint and {here} in adapter {adapter!r}: "
+                f"{self.layer_name}: {store} has shape {there} in the checkpoint and {here} in adapter {adapter!r}: "
                 "it was saved with another budget, supra_lambda or sparse_counts than its adapter_config.json says, or "
                 "than the adapter that is to be replaced has."
             )
@@ -355,6 +358,6 @@ class SupraLayer(BaseTunerLayer):
         ordered = integers and bool((indices[1:] > indices[:-1]).all())
         if not ordered or int(indices[0]) < 0 or int(indices[-1]) >= size:
             raise ValueError(
-                f"{self.supra_layer}: the adapter's support is not a sorted set of indices below {size:,} "
+                f"{self.layer_name}: the adapter's support is not a sorted set of indices below {size:,} "
                 f"({indices.dtype}, from {indices.min().item()} to {indices.max().item()}): the checkpoint is damaged."
             )

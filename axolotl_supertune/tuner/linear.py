@@ -1,14 +1,17 @@
 """SupraLinear: a linear layer with Ŵ = W + M⊙U + γ·L·R, and the choice of what computes it.
 
-Three ways compute the same y = x·Ŵᵀ + bias:
+The modules of `ops` that compute y = x·Ŵᵀ + bias:
 
-- Triton kernels, where they support the device and dtypes. U is written into W (`ops.inplace_weight`), or into a
-  gathered copy of it where W is sharded (`ops.gathered_weight`).
-- The reference (`ops.reference`), everywhere else. W + M⊙U is a new tensor in each forward.
-- The reference with a recomputed weight (`ops.recomputed_weight`), for a W that is sharded or quantized: the weight is
-  formed in forward, dropped, and formed again in backward.
+| W                    | with kernels                                                  | without             |
+|----------------------|---------------------------------------------------------------|---------------------|
+| plain                | `fused`, U written into W by `inplace_weight`                 | `reference`         |
+| sharded and gathered | `fused`, U written into a copy of W by `gathered_weight`      | `recomputed_weight` |
+| sharded otherwise    | –                                                             | `recomputed_weight` |
+| quantized            | –                                                             | `recomputed_weight` |
 
-`kernel_layer` decides. Its answer is cached behind a `Guard`, since it is asked in every forward.
+`reference` makes W + M⊙U anew in each forward; `recomputed_weight` forms it in forward, drops it, and forms it again in
+backward. `unwritten_kernel_layer` decides whether the kernels compute. Its answer is cached
+behind a `Guard`, since it is asked in every forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +28,7 @@ from ..ops.dispatch import requested, takes_sampled_products, unsupported_tensor
 from ..ops.recomputed_weight import BlockGradient, SampledGradient, SupportGradient, recomputed_weight_linear
 from ..ops.reference import check_frozen
 from .checkpoint import unpack_checked
-from .custom_op import number_of
+from .custom_op import new_operator_number
 from .guards import Guard
 from .layer import SupraLayer
 
@@ -62,12 +65,12 @@ class SupraLinear(nn.Module, SupraLayer):
 
     Args:
         base_layer: the linear layer with weight W (c, b).
-        layer: its name in the base model, for error messages.
+        layer_name: its name in the base model, for error messages.
     """
 
-    def __init__(self, base_layer: nn.Linear, layer: str) -> None:
+    def __init__(self, base_layer: nn.Linear, layer_name: str) -> None:
         super().__init__()
-        SupraLayer.__init__(self, base_layer, layer)
+        SupraLayer.__init__(self, base_layer, layer_name)
         # Adapter name → its support, and what computes dU on that support for a recomputed weight.
         self._gradients: dict[str, tuple[Tensor, SupportGradient]] = {}
         # (active adapters, dtype) → what is written into the base weight; at most one is written at a time.
@@ -81,26 +84,27 @@ class SupraLinear(nn.Module, SupraLayer):
         # Shared by all layers of a model, which it writes together in a few launches.
         self.writer: BatchedWriter | None = None
         self.shared_input: InputGroup | None = None
-        self.shared_place = 0
+        self.position_in_group = 0
         # Dispatch of the fused MLP of which this layer is the gate, by training mode.
         self.mlp_guards: dict[bool, Guard] = {}
         # The parent module and this layer's name there; None until `fusion.share_work` sets it.
-        self.home: tuple[nn.Module, str] | None = None
+        self.place_in_parent: tuple[nn.Module, str] | None = None
         # Identifies the layer to the torch.compile operator (`custom_op`); negative until `fusion.share_work` sets it.
-        self.number = -1
+        self.operator_number = -1
         self.compiled_groups: dict[int, Group] = {}
-        self._arriving: list[str] = []
+        self._adapters_being_loaded: list[str] = []
         self.register_load_state_dict_post_hook(_mark_loaded)
         self.register_state_dict_pre_hook(_restore_base)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., b) → (..., c)."""
-        # The common case comes first: `shared_input.output` checks by itself that the kernels may compute.
         if torch.compiler.is_compiling():
             if self._is_compilable(x):
-                return torch.ops.axolotl_supertune.adapted_linear(x, self._trained(), self.number, self.out_features)[0]
+                operator = torch.ops.axolotl_supertune.adapted_linear
+                return operator(x, self._trained(), self.operator_number, self.out_features)[0]
             if not self.disable_adapters and not self.merged:
                 return _uncompiled(self, x, *args, **kwargs)
+        # The common case, before all other checks: `shared_input.output` checks itself that the kernels may compute.
         if not kwargs and self.shared_input is not None:
             y = self.shared_input.output(self, x)
             if y is not None:
@@ -125,15 +129,15 @@ class SupraLinear(nn.Module, SupraLayer):
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names, training=self.training)
         if not sparse and not low_rank:
             return self.base_layer(x, *args, **kwargs)
-        return self.computed(x, sparse, low_rank)
+        return self.reference_output(x, sparse, low_rank)
 
-    def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
+    def reference_output(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
         """y of these parts, without kernels."""
         base = self.base_layer
         if not is_sharded(base):
             return sparse_linear(x, base.weight, base.bias, sparse, low_rank)
         check_frozen(base.weight)
-        return self.with_recomputed_weight(x, partial(gathered_weight, base, self.supra_layer), sparse, low_rank)
+        return self.with_recomputed_weight(x, partial(gathered_weight, base, self.layer_name), sparse, low_rank)
 
     # A graph break for the compiler, which can trace neither the function that makes the weight nor per-layer caches.
     @torch.compiler.disable
@@ -156,27 +160,27 @@ class SupraLinear(nn.Module, SupraLayer):
     def _support_gradient(self, adapter_name: str, indices: Tensor, x: Tensor, dy: Tensor) -> Tensor:
         """dU (s,): the entries of dyᵀ·x on the support."""
         shape = (self.out_features, self.in_features)
-        sampled = takes_sampled_products(x, x.dtype, shape, layer=self.supra_layer)
+        sampled = takes_sampled_products(x, x.dtype, shape, layer=self.layer_name)
         kind: Any = SampledGradient if sampled else BlockGradient
         cached = self._gradients.get(adapter_name)
         if cached is None or cached[0] is not indices or type(cached[1]) is not kind:
             cached = self._gradients[adapter_name] = (indices, kind(indices, shape))
         return cached[1](x, dy)
 
-    def kernel_layer(self, x: Tensor) -> "KernelLayer | None":
-        """This layer with its active adapter as the kernels take it, with U written into its weight.
+    def written_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
+        """The layer with its active adapter as the kernels take it, with U written into W.
 
         None where the kernels do not compute it: adapters are disabled, merged or not loaded, or x, the weight or the
         settings call for the reference.
         """
-        layer = self.cached_layer(x)
+        layer = self.unwritten_kernel_layer(x)
         if layer is not None and layer.slot.persistent:
             assert self.writer is not None
             self.writer.refresh(layer.slot)  # type: ignore[arg-type] # a persistent one is a WeightSlot
         return layer
 
-    def cached_layer(self, x: Tensor) -> "KernelLayer | None":
-        """`kernel_layer` before U is written, from the cache while its guard is valid."""
+    def unwritten_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
+        """The layer as the kernels take it, with U not yet written into W; from the cache while its guard is valid."""
         guard = self._guards.get(self.training)
         if guard is None or not guard.is_valid(x):
             if self._disable_adapters or self.merged_adapters or self.pending_adapters:
@@ -198,13 +202,13 @@ class SupraLinear(nn.Module, SupraLayer):
         return kind, self.training, tuple(names), compute_dtype(x, self.base_layer.weight)
 
     def own_group(self, x: Tensor, *, whole_input: bool = False) -> "Group | None":
-        """`kernel_layer` as a group of one layer, which is what the fused functions take.
+        """`written_kernel_layer` as a group of one layer, which is what the fused functions take.
 
         Args:
             x: (..., b).
             whole_input: save all of x for backward, not only the columns that the support touches.
         """
-        layer = self.kernel_layer(x)
+        layer = self.written_kernel_layer(x)
         if layer is None:
             return None
         group = self._own_groups.get((self.training, whole_input))
@@ -218,7 +222,7 @@ class SupraLinear(nn.Module, SupraLayer):
             self._own_groups[self.training, whole_input] = group
         return group
 
-    def thin_width(self) -> int:
+    def saved_low_rank_width(self) -> int:
         """Columns of the product x·Rᵀ that is saved for backward: the padded rank, or 0 without a low-rank part."""
         names: Any = self.active_adapters
         name = names[0]
@@ -232,7 +236,7 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def _is_compilable(self, x: Tensor) -> bool:
         """Whether torch.compile may treat this layer as one operator: the kernels compute it, with one adapter."""
-        if self.number < 0 or self.disable_adapters or self.merged or self.pending_adapters:
+        if self.operator_number < 0 or self.disable_adapters or self.merged or self.pending_adapters:
             return False
         if self._is_sharded():
             return False
@@ -253,7 +257,7 @@ class SupraLinear(nn.Module, SupraLayer):
         return any(is_sharded(store) for store in (self.base_layer, self.supra_values, self.supra_L, self.supra_R))
 
     def _new_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
-        """The layer for the kernels, or None where they do not compute it; see `kernel_layer`."""
+        """The layer for the kernels, or None where they do not compute it; see `written_kernel_layer`."""
         base, sharded = self.base_layer, self._is_sharded()
         if sharded:
             self._check_written_before_sharding()
@@ -265,7 +269,7 @@ class SupraLinear(nn.Module, SupraLayer):
             return None
         if not all(is_whole(part.values) for part in sparse) or not all(is_whole(part.L) for part in low_rank):
             return None
-        if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.supra_layer):
+        if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.layer_name):
             return None
         from ..ops.fused import Layer
 
@@ -283,7 +287,7 @@ class SupraLinear(nn.Module, SupraLayer):
         """Refuse a layer that was sharded with U in its weight: the shards cannot be restored."""
         if any(slot.written for slot in self._slots.values()):
             raise RuntimeError(
-                f"{self.supra_layer}: the model was sharded while the adapter's values were written into its "
+                f"{self.layer_name}: the model was sharded while the adapter's values were written into its "
                 f"weights, and the shards hold them now. Call model.state_dict() before {SHARDING_CALLS}: it puts the "
                 "weights back."
             )
@@ -305,24 +309,24 @@ class SupraLinear(nn.Module, SupraLayer):
             if slot is not None:
                 self.writer.remove(slot)
             slot = self._slots[*names, dtype] = self.writer.add(WeightSlot(*operands))
-            slot.is_called = self._is_at_home
+            slot.is_called = self._is_in_its_place
         return slot
 
-    def _is_at_home(self) -> bool:
+    def _is_in_its_place(self) -> bool:
         """Whether the layer is still where `fusion.share_work` found it in its parent."""
-        return self.home is None or self.home[0]._modules.get(self.home[1]) is self
+        return self.place_in_parent is None or self.place_in_parent[0]._modules.get(self.place_in_parent[1]) is self
 
     def _gathered(self, names: Sequence[str]) -> "Gathered":
         """The gathered weight and the tensors of these adapters, read at each use: sharding replaces the parameters."""
         from ..ops.gathered_weight import Gathered
 
-        weight = gathered_weight(self.base_layer, self.supra_layer)
+        weight = gathered_weight(self.base_layer, self.layer_name)
         sparse, low_rank = self.sparse_parts(names), self.low_rank_parts(names)
         L, R = low_rank[0][:2] if low_rank else (None, None)
         return Gathered(weight, sparse[0].values if sparse else None, L, R)
 
     def get_base_layer(self) -> Any:
-        """The base layer with its own weight, which no other layer's forward writes to until this layer's has run."""
+        """The base layer with W restored. It stays W until this layer's next forward."""
         if self.writer is not None:
             self.writer.forget_batches()
         return super().get_base_layer()
@@ -357,16 +361,16 @@ class SupraLinear(nn.Module, SupraLayer):
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles: the restored base weight, and no caches."""
         self.restore()
-        return {**self.__dict__, **{name: {} for name in (*_CACHES, "compiled_groups")}, "home": None}
+        return {**self.__dict__, **{name: {} for name in (*_CACHES, "compiled_groups")}, "place_in_parent": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.number >= 0:
-            self.number = number_of(self)
+        if self.operator_number >= 0:
+            self.operator_number = new_operator_number(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         unpack_checked(state_dict)  # SupraModel has done it already, unless the layer is loaded without one
-        self._arriving = self.check_checkpoint(state_dict, prefix)
+        self._adapters_being_loaded = self.check_checkpoint(state_dict, prefix)
         self.invalidate_caches()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -387,6 +391,6 @@ def _restore_base(module: SupraLinear, prefix: str, keep_vars: bool) -> None:
 
 def _mark_loaded(module: SupraLinear, incompatible_keys: Any) -> None:
     """Load-state-dict post-hook: adapters whose tensors all came may be used."""
-    for adapter in module._arriving:
+    for adapter in module._adapters_being_loaded:
         module.pending_adapters.pop(adapter, None)
-    module._arriving = []
+    module._adapters_being_loaded = []

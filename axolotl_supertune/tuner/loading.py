@@ -67,7 +67,7 @@ def _check_replaced(model: Any, model_id: str | os.PathLike[str], adapter_name: 
     settings["modules_to_save"] = tuple(sorted(set(each.modules_to_save or ())) for each in (saved, loaded))  # type: ignore[assignment]
     differences = [f"{key} {in_file} (here {own})" for key, (in_file, own) in settings.items() if in_file != own]
     if not differences and (folder / WEIGHTS).is_file():
-        differences = _missing_layers(folder / WEIGHTS, {layer.supra_layer for layer in layers})
+        differences = _missing_layers(folder / WEIGHTS, {layer.layer_name for layer in layers})
     if differences:
         raise ValueError(
             f"{model_id} has {', '.join(differences)}, and an adapter {adapter_name!r} is here that would keep its "

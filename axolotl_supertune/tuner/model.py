@@ -78,9 +78,9 @@ class SupraModel(CompatTuner):
         if not layers and adapted:
             raise ValueError(none_matched(model, peft_config))  # PEFT 0.20 only raises it for the first adapter
         for layer in adapted:
-            if layer.merged and layer.supra_layer in layers:
+            if layer.merged and layer.layer_name in layers:
                 raise ValueError(
-                    f"{layer.supra_layer}: an adapter is merged here, unmerge it before another one is added."
+                    f"{layer.layer_name}: an adapter is merged here, unmerge it before another one is added."
                 )
         budgets = budgets_of(layers, peft_config)
         if any(budget.sparse_count and not layers[name].weight.is_meta for name, budget in budgets.items()):
@@ -249,8 +249,8 @@ class SupraModel(CompatTuner):
             del self.peft_config[adapter_name]
             raise
         for layer in self.adapted_layers():
-            if layer.supra_layer in combined:
-                layer.set_tensors(adapter_name, combined[layer.supra_layer])
+            if layer.layer_name in combined:
+                layer.set_tensors(adapter_name, combined[layer.layer_name])
 
     def _check_combinable(self, adapters: list[str], weights: list[float], adapter_name: str) -> None:
         """Raise unless these adapters can be added up under a new name; errors as for `add_weighted_adapter`."""
@@ -268,7 +268,7 @@ class SupraModel(CompatTuner):
                 )
         for layer in self.adapted_layers():
             if layer.merged:
-                raise ValueError(f"{layer.supra_layer}: an adapter is merged here: call unmerge_adapter() first.")
+                raise ValueError(f"{layer.layer_name}: an adapter is merged here: call unmerge_adapter() first.")
             layer.check_loaded(adapters)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:

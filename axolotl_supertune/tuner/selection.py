@@ -16,15 +16,17 @@ from ..method.support import (
     random_rows_support,
     random_support,
     select_across,
-    select_by_rows,
-    select_each_row,
+    select_from_blocks,
+    select_within_rows,
 )
 from .config import SupraConfig
 from .quantization import backend_of
 
 
 def budgets_of(layers: Mapping[str, Any], config: SupraConfig) -> dict[str, LayerBudget]:
-    """The budget of every layer. With `budget_scope: global` it is the layer's own budget until supports are chosen.
+    """The budget of every layer.
+
+    With `budget_scope: global`, a provisional budget: `supports_of` replaces its sparse count.
 
     Args:
         layers: linear layers by name; weights may be on the meta device.
@@ -71,17 +73,20 @@ def supports_of(
         layers: linear layers by name.
         budgets: of these layers. With `budget_scope: global` they are updated to the sparse counts that the layers got.
         config: how supports are chosen; with `budget_scope: global` its `sparse_counts` are filled in.
-        weight_dtype: dtype of the dequantized weight of a layer that does not know it.
+        weight_dtype: dtype of the dequantized weight, used where a quantized layer does not record its original dtype.
 
     Raises:
         ValueError: a weight or score that is NaN or infinite, or layers to compare on the meta device.
     """
-    weights: dict[str, Callable[[], Tensor]] = {
-        name: partial(_weight, layer, weight_dtype, config) for name, layer in layers.items()
+    read_weight: dict[str, Callable[[], Tensor]] = {
+        name: partial(_whole_weight, layer, weight_dtype, config) for name, layer in layers.items()
     }
     if config.compares_layers and config.support == "select":
-        return _select_across(layers, weights, budgets, config)
-    return {name: _select(layers[name], weights[name], budget, config, name) for name, budget in budgets.items()}
+        return _supports_of_all(layers, read_weight, budgets, config)
+    return {
+        name: _support_of_layer(layers[name], read_weight[name], budget, config, name)
+        for name, budget in budgets.items()
+    }
 
 
 def placeholder(weight: Tensor, count: int, size: int) -> Tensor:
@@ -98,22 +103,22 @@ def placeholder(weight: Tensor, count: int, size: int) -> Tensor:
     return torch.arange(count, dtype=index_dtype(size), device=weight.device)
 
 
-def select_in_layer(rows: RowScores, shape: Any, count: int, config: SupraConfig) -> Tensor:
-    """The support (count,) of one layer by the config's direction and scope; arguments as for `select_by_rows`."""
-    select = select_each_row if config.support_scope == "row" else select_by_rows
+def select_by_config(rows: RowScores, shape: Any, count: int, config: SupraConfig) -> Tensor:
+    """The support (count,) of one layer by the config's direction and scope; arguments as for `select_from_blocks`."""
+    select = select_within_rows if config.support_scope == "row" else select_from_blocks
     return select(rows, shape, count, config.sparse_direction, hybrid_beta=_beta(config))
 
 
-def _select(
-    layer: Any, weight: Callable[[], Tensor], budget: LayerBudget, config: SupraConfig, name: str
+def _support_of_layer(
+    layer: Any, read_weight: Callable[[], Tensor], budget: LayerBudget, config: SupraConfig, name: str
 ) -> Tensor | None:
     """The support of one layer, chosen by its own scores or at random; None as for `supports_of`."""
     device = layer.weight.device
     if config.support == "saved" or layer.weight.is_meta:
         return None
     count = budget.sparse_count
-    # The only gathered, dequantized or moved weight at this time.
-    full = weight()
+    # Only one full weight is in memory at a time. It is read for s = 0 too, to refuse a NaN in it.
+    full = read_weight()
     if not count or config.by_gradient or config.sparse_direction == "random":
         check_weight(full, layer=name)
         if not count:
@@ -123,12 +128,12 @@ def _select(
         if config.support_scope == "row":
             return random_rows_support(full.shape, count, seed=config.support_seed, layer=name)
         return random_support(full.numel(), count, seed=config.support_seed, layer=name)
-    return select_in_layer(_rows(full, config, name), full.shape, count, config).to(device)
+    return select_by_config(_rows(full, config, name), full.shape, count, config).to(device)
 
 
-def _select_across(
+def _supports_of_all(
     layers: Mapping[str, Any],
-    weights: Mapping[str, Callable[[], Tensor]],
+    read_weight: Mapping[str, Callable[[], Tensor]],
     budgets: dict[str, LayerBudget],
     config: SupraConfig,
 ) -> dict[str, Tensor | None]:
@@ -142,7 +147,7 @@ def _select_across(
     compared = [
         (
             (budgets[name].out_features, budgets[name].in_features),
-            lambda name=name: _rows(weights[name](), config, name),
+            lambda name=name: _rows(read_weight[name](), config, name),
         )
         for name in layers
     ]
@@ -169,8 +174,8 @@ def _beta(config: SupraConfig) -> float:
     return DEFAULT_BETA if config.hybrid_beta is None else config.hybrid_beta
 
 
-def _weight(layer: Any, default_dtype: torch.dtype, config: SupraConfig) -> Tensor:
-    """What the scores are computed from, where supports are chosen: the weight, dequantized where it is quantized.
+def _whole_weight(layer: Any, default_dtype: torch.dtype, config: SupraConfig) -> Tensor:
+    """The whole, dequantized weight of a layer, on the device that chooses supports.
 
     A sharded weight is gathered, so all processes choose the supports of all layers, in one order.
     """

@@ -44,7 +44,7 @@ class SharedInput:
 
     def output(self, layer: SupraLinear, x: Tensor) -> Tensor | None:
         """y (..., c) of a member for x (..., b); None if it must be computed on its own."""
-        position = layer.shared_place
+        position = layer.position_in_group
         if (
             self._x is x
             and position in self._outputs
@@ -93,7 +93,7 @@ class SharedInput:
             return None
         layers = []
         for member in self._members:
-            layer = member.cached_layer(x)
+            layer = member.unwritten_kernel_layer(x)
             if layer is None:
                 # An engine that gathers each layer separately will do so in the next forward too.
                 if is_sharded(member.base_layer) and not is_gathered(member.base_layer):

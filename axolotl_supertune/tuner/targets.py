@@ -37,7 +37,7 @@ def budget_table(model: nn.Module, adapter_name: str = "default") -> list[Budget
     """What an adapter trains, per kind of layer (last part of the name) and budget, in the model's order."""
     return budget_rows(
         {
-            module.supra_layer: module.supra_budget[adapter_name]
+            module.layer_name: module.supra_budget[adapter_name]
             for module in model.modules()
             if isinstance(module, SupraLayer) and adapter_name in module.supra_budget
         }

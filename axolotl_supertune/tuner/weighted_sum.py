@@ -91,7 +91,7 @@ def combine_layers(layers: Iterable[Any], weights: Mapping[str, float], combinat
         sparse = [(weights[name], layer.sparse_parts([name])[0]) for name in weights if name in layer.supra_values]
         low_rank = [(weights[name], layer.low_rank_parts([name])[0]) for name in weights if name in layer.supra_L]
         if sparse or low_rank:
-            combined[layer.supra_layer] = combine(sparse, low_rank, combination_type, layer.supra_layer)
+            combined[layer.layer_name] = combine(sparse, low_rank, combination_type, layer.layer_name)
     return combined
 
 

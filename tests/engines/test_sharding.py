@@ -39,7 +39,7 @@ def mark(request):
 def test_on_a_cpu_or_where_it_is_asked_for_the_weight_is_made_anew(layer, mark, monkeypatch, asked):
     monkeypatch.setenv("SUPERTUNE_KERNELS", asked)
     mark(layer)
-    assert layer.cached_layer(torch.zeros(1, 64)) is None
+    assert layer.unwritten_kernel_layer(torch.zeros(1, 64)) is None
     assert not layer._is_compilable(torch.zeros(1, 64))
     layer(torch.zeros(1, 64)).sum().backward()
     assert layer._gradients
@@ -49,7 +49,7 @@ def test_what_the_kernels_write_into_a_gathered_weight_does_not_stay(layer, mark
     pytest.importorskip("triton")
     monkeypatch.setattr(linear, "takes_kernels", lambda *args, **kwargs: True)
     mark(layer)
-    assert not layer.cached_layer(torch.zeros(1, 64)).slot.persistent
+    assert not layer.unwritten_kernel_layer(torch.zeros(1, 64)).slot.persistent
     assert not layer._slots
     assert not layer._is_compilable(torch.zeros(1, 64))
 

@@ -47,10 +47,10 @@ def test_the_support_is_that_of_dense_gradients(supra_lambda, reentrant):
         loss_of(dense)(batch[0]).backward()
     for layer in sparse_layers(model):
         chosen = layer.supra_indices["default"]
-        score = dense.get_submodule(layer.supra_layer).weight.grad.float().abs()
+        score = dense.get_submodule(layer.layer_name).weight.grad.float().abs()
         expected = select_support(score, len(chosen), "top")
         shared = len(set(chosen.tolist()) & set(expected.tolist())) / len(chosen)
-        assert shared > 0.9, (layer.supra_layer, shared)  # the dense one is rounded to bf16
+        assert shared > 0.9, (layer.layer_name, shared)  # the dense one is rounded to bf16
     assert all(each.grad is None for each in model.parameters())
     loss_of(model)(given[0][0]).backward()
     assert all(layer.supra_values["default"].grad.abs().sum() > 0 for layer in sparse_layers(model))

@@ -137,7 +137,7 @@ def test_a_model_calibrates_trains_saves_loads_and_merges(load, ids, tmp_path, k
         loaded = PeftModel.from_pretrained(load(kind), tmp_path / "adapter")
         assert torch.equal(loaded(ids).logits, trained)
         weights = {
-            module.supra_layer: module.weight_with(["default"])
+            module.layer_name: module.weight_with(["default"])
             for module in model.modules()
             if isinstance(module, QuantizedSupraLinear)
         }

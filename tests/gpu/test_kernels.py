@@ -256,7 +256,7 @@ def adapt(model, seed=1, **changes):
 
 
 def supra_layers(model):
-    return {module.supra_layer: module for module in model.modules() if isinstance(module, SupraLinear)}
+    return {module.layer_name: module for module in model.modules() if isinstance(module, SupraLinear)}
 
 
 def trained(model):

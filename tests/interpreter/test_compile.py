@@ -89,7 +89,9 @@ def test_a_compiled_layer_holds_nothing_of_a_deleted_adapter(tiny_llama):
     x = torch.randn(2, layer.in_features)
 
     def forward():
-        return torch.ops.axolotl_supertune.adapted_linear(x, layer._trained(), layer.number, layer.out_features)[0]
+        return torch.ops.axolotl_supertune.adapted_linear(
+            x, layer._trained(), layer.operator_number, layer.out_features
+        )[0]
 
     config = model.peft_config["default"]
     model.add_adapter("other", config)

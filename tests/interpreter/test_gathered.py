@@ -115,7 +115,7 @@ def test_gathered_layers_compute_as_dense_ones(
     if asked == "triton":
         assert len(computed) == len(layers)
         assert not any(slot.persistent or slot.written for slot in computed)
-        shared = [layer.shared_input is not None for layer in layers if layer.supra_layer.endswith("q_proj")]
+        shared = [layer.shared_input is not None for layer in layers if layer.layer_name.endswith("q_proj")]
         assert shared == [units == "blocks"] * TINY["num_hidden_layers"]
     else:
         assert not computed
@@ -150,7 +150,7 @@ def test_a_failure_leaves_the_gathered_weights_as_they_were(tiny_llama, mesh, mo
                 key = next(
                     key
                     for key in state
-                    if key.endswith(f"{layer.supra_layer.partition('layers.')[2]}.base_layer.weight")
+                    if key.endswith(f"{layer.layer_name.partition('layers.')[2]}.base_layer.weight")
                 )
                 assert torch.equal(whole(weight), state[key]), name
 
@@ -226,7 +226,7 @@ def test_layers_whose_weights_fsdp_ignores_compute_as_dense_ones(
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     model, layers = make(tiny_llama)
     model.load_state_dict(state)
-    ignored = {layer.base_layer.weight for layer in layers if layer.supra_layer.endswith(kept)}
+    ignored = {layer.base_layer.weight for layer in layers if layer.layer_name.endswith(kept)}
     shard(model, mesh, units, ignored_params=ignored)
     for _ in range(2):
         model.zero_grad()

@@ -37,8 +37,8 @@ def test_the_support_is_that_of_the_reference(tiny_llama, supra_lambda, monkeypa
         for layer in sparse_layers(model):
             assert layer.supra_values["default"].grad.abs().sum() > 0
             assert not layer._forward_hooks
-        chosen.append({layer.supra_layer: layer.supra_indices["default"] for layer in sparse_layers(model)})
-        chosen.append({layer.supra_layer: layer.supra_values["default"].grad for layer in sparse_layers(model)})
+        chosen.append({layer.layer_name: layer.supra_indices["default"] for layer in sparse_layers(model)})
+        chosen.append({layer.layer_name: layer.supra_values["default"].grad for layer in sparse_layers(model)})
     assert len(chosen[0]) == 7
     for name, support in chosen[0].items():
         assert torch.equal(chosen[2][name], support), name

@@ -72,7 +72,7 @@ def make(tiny_llama):
 
 
 def layers(model):
-    return {module.supra_layer: module for module in model.modules() if isinstance(module, SupraLinear)}
+    return {module.layer_name: module for module in model.modules() if isinstance(module, SupraLinear)}
 
 
 def attention(model):
@@ -941,11 +941,11 @@ def test_the_compilers_operator_is_described_rightly(view, supra_lambda):
     layer = block(supra_lambda=supra_lambda).base_model.model.q_proj
     views = {"plain": torch.randn(3, 8), "transposed": torch.randn(8, 3).t(), "three dimensions": torch.randn(2, 3, 8)}
     x = views[view].requires_grad_()
-    arguments = (x, layer._trained(), layer.number, layer.out_features)
+    arguments = (x, layer._trained(), layer.operator_number, layer.out_features)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.axolotl_supertune.adapted_linear.default, arguments, test_utils=checks)
     y, inner, seed = torch.ops.axolotl_supertune.adapted_linear(*arguments)
-    backward = (x, torch.randn_like(y), inner, seed, layer._trained(), layer.number, True)
+    backward = (x, torch.randn_like(y), inner, seed, layer._trained(), layer.operator_number, True)
     backward = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in backward)
     operator = torch.ops.axolotl_supertune.adapted_linear_backward.default
     torch.library.opcheck(operator, backward, test_utils=checks[:2])

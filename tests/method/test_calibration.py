@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from axolotl_supertune import ActivationNorms, SupraConfig, calibrate
-from axolotl_supertune.method.activation_norms import model_fingerprint
+from axolotl_supertune.method.activation_norms import model_fingerprint, plain_parameter
 from axolotl_supertune.method.atomic_files import whole_file
 from axolotl_supertune.method.calibration import default_layers
 
@@ -131,6 +131,17 @@ def test_batches_may_be_a_generator_of_mappings(llama, ids):
     assert_close(norms.norms, run(llama, [ids]).norms, rtol=1e-5, atol=1e-6)
     assert norms.provenance["samples"] == 3
     assert norms.provenance["tokens"] == 33
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [((5, 4), 5), ((2, 3, 4), 6)])
+def test_features_are_no_tokens(shape, tokens):
+    provenance = run(nn.Sequential(nn.Linear(4, 4)), [torch.randn(shape)]).provenance
+    assert (provenance["samples"], provenance["tokens"]) == (shape[0], tokens)
+
+
+def test_a_parameter_that_an_engine_emptied_is_refused():
+    with pytest.raises(TypeError, match="sharded or quantized: pass read="):
+        plain_parameter(nn.Parameter(torch.empty(0)))
 
 
 @pytest.mark.parametrize("filler", [0, 50])

@@ -10,8 +10,9 @@ from axolotl_supertune.method.scores import (
     activation_rows,
     activation_score,
     check_weight,
+    magnitude_rows,
     magnitude_score,
-    score_rows,
+    wanda_rows,
     wanda_score,
 )
 
@@ -78,8 +79,8 @@ def test_scores_by_rows_are_the_rows_of_the_scores(dtype):
     torch.manual_seed(1)
     weight, norm = torch.randn(9, 5, dtype=dtype), torch.rand(5)
     for by_rows, whole in (
-        (score_rows(weight, norm), wanda_score(weight, norm)),
-        (score_rows(weight), magnitude_score(weight)),
+        (wanda_rows(weight, norm), wanda_score(weight, norm)),
+        (magnitude_rows(weight), magnitude_score(weight)),
     ):
         assert torch.equal(torch.cat([by_rows(0, 4), by_rows(4, 5), by_rows(5, 9)]), whole)
         assert by_rows(0, 0).shape == (0, 5)
@@ -89,7 +90,9 @@ def test_scores_by_rows_are_checked_before_the_first_row_is_asked_for():
     weight = W.clone()
     weight[2, 0] = float("inf")
     with pytest.raises(ValueError, match="its weight hold 1 NaN or infinite values of 6"):
-        score_rows(weight)
+        magnitude_rows(weight)
+    with pytest.raises(ValueError, match="its weight hold 1 NaN or infinite values of 6"):
+        wanda_rows(weight, torch.ones(2))
 
 
 def test_a_product_that_overflows_is_refused_and_one_that_could_is_not():

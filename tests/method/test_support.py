@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 import axolotl_supertune.method.support
 from axolotl_supertune.method import support
 from axolotl_supertune.method.budget import hybrid_split
-from axolotl_supertune.method.scores import magnitude_score, score_rows, wanda_score
+from axolotl_supertune.method.scores import magnitude_rows, magnitude_score, wanda_rows, wanda_score
 from axolotl_supertune.method.support import (
     index_dtype,
     random_rows_support,
     random_support,
     row_counts,
     select_across,
-    select_by_rows,
-    select_each_row,
+    select_from_blocks,
     select_support,
+    select_within_rows,
 )
 
 # The worked example of the paper's appendix: its scores are [[15, 2], [10, 4], [5, 6]].
@@ -182,12 +182,13 @@ def test_blocks_of_a_layer_give_what_the_whole_layer_gives(small_blocks, kind):
 @pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
 @pytest.mark.parametrize("share", [0.002, 0.4])
 @pytest.mark.parametrize("wanda", [False, True], ids=["magnitude", "wanda"])
-def test_a_layer_of_several_blocks_is_selected_by_rows(direction, share, wanda):
+def test_a_layer_of_several_blocks_is_selected_from_blocks(direction, share, wanda):
     generator = torch.Generator().manual_seed(3)
     weight = (torch.randn(1511, 1409, generator=generator) * 0.02).bfloat16()
     norm = torch.rand(1409, generator=generator) if wanda else None
     count = int(weight.numel() * share)
-    support = select_by_rows(score_rows(weight, norm), weight.shape, count, direction, hybrid_beta=0.3)
+    rows = magnitude_rows(weight) if norm is None else wanda_rows(weight, norm)
+    support = select_from_blocks(rows, weight.shape, count, direction, hybrid_beta=0.3)
     scores = magnitude_score(weight) if norm is None else wanda_score(weight, norm)
     assert torch.equal(support.long(), whole_tensor(scores, count, direction, 0.3))
 
@@ -201,7 +202,7 @@ def test_no_scores_of_a_whole_layer_are_asked_for(direction, monkeypatch):
         asked.append(stop - start)
         return scores[start:stop]
 
-    select_by_rows(rows, scores.shape, 3000, direction)
+    select_from_blocks(rows, scores.shape, 3000, direction)
     assert max(asked) == 64
 
 
@@ -243,15 +244,17 @@ def test_empty_and_full_support(direction):
 
 @pytest.mark.parametrize("count", [-1, 21])
 def test_count_outside_the_layer_is_refused(count):
-    with pytest.raises(ValueError, match="does not fit a layer of 20 weights"):
+    with pytest.raises(ValueError, match="does not fit 20 weights"):
         select_support(torch.rand(4, 5), count, "top")
-    with pytest.raises(ValueError, match="does not fit a layer of 20 weights"):
+    with pytest.raises(ValueError, match="does not fit 20 weights"):
         random_support(20, count, seed=0, layer="layer")
 
 
 def test_unknown_direction_is_refused():
-    with pytest.raises(ValueError, match="sparse_direction='sideways' is not one of bottom, top, hybrid, random"):
+    with pytest.raises(ValueError, match=r"direction='sideways' is not one of bottom, top, hybrid\."):
         select_support(torch.rand(2, 2), 1, "sideways")
+    with pytest.raises(ValueError, match="direction='random' needs no scores: call random_support"):
+        select_support(torch.rand(2, 2), 1, "random")
 
 
 @pytest.mark.parametrize("scores", [torch.rand(8, 8), torch.ones(8, 8)], ids=["distinct", "all equal"])
@@ -339,7 +342,7 @@ def plain_rows(scores, count, direction, beta):
 def test_each_row_has_its_share_of_the_support(direction, rows, width, count):
     draw = torch.Generator().manual_seed(count)
     scores = torch.randint(0, 9, (rows, width), generator=draw).float()  # most of them tie
-    found = select_each_row(lambda start, stop: scores[start:stop], scores.shape, count, direction, hybrid_beta=0.3)
+    found = select_within_rows(lambda start, stop: scores[start:stop], scores.shape, count, direction, hybrid_beta=0.3)
     assert found.tolist() == plain_rows(scores, count, direction, 0.3)
     assert found.dtype == torch.int32
     here = found.div(width, rounding_mode="floor").bincount(minlength=rows)
@@ -350,10 +353,10 @@ def test_each_row_has_its_share_of_the_support(direction, rows, width, count):
 def test_rows_are_chosen_a_block_at_a_time_as_all_at_once(monkeypatch):
     scores = torch.rand(50, 21, generator=torch.Generator().manual_seed(0))
     rows = lambda start, stop: scores[start:stop]  # noqa: E731
-    whole = [select_each_row(rows, scores.shape, 333, each) for each in ("top", "bottom", "hybrid")]
+    whole = [select_within_rows(rows, scores.shape, 333, each) for each in ("top", "bottom", "hybrid")]
     monkeypatch.setattr(support, "_BLOCK_CPU", 50)
     for direction, expected in zip(("top", "bottom", "hybrid"), whole, strict=True):
-        assert torch.equal(select_each_row(rows, scores.shape, 333, direction), expected)
+        assert torch.equal(select_within_rows(rows, scores.shape, 333, direction), expected)
 
 
 def test_a_random_support_can_be_spread_over_the_rows():

@@ -75,7 +75,7 @@ def test_sift_trains_on_the_largest_gradients_of_training_batches(settings, trai
     assert len(layers) == 14
     for layer in layers:
         expected = select_support(
-            total[f"{layer.supra_layer}.weight"].abs(), layer.supra_values["default"].numel(), "top"
+            total[f"{layer.layer_name}.weight"].abs(), layer.supra_values["default"].numel(), "top"
         )
         chosen = layer.supra_indices["default"]
         assert len(set(chosen.tolist()) & set(expected.tolist())) >= 0.99 * len(expected)

@@ -127,7 +127,7 @@ def test_8_bits_in_fp16_with_super_train_resume_and_merge(settings, train, write
 
     # merge-lora turns load_in_8bit off, and then Axolotl loads in fp32: equal but for the rounding of W̃ to fp16.
     trained = [layer.weight_with(["default"]) for layer in quantized_layers(trainer.model)]
-    names = [layer.supra_layer for layer in quantized_layers(trainer.model)]
+    names = [layer.layer_name for layer in quantized_layers(trainer.model)]
     merged = merged_of(mapping, write)
     for name, weight in zip(names, trained, strict=True):
         torch.testing.assert_close(merged.get_submodule(name).weight.half(), weight, rtol=1e-3, atol=5e-6)

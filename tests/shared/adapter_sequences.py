@@ -35,7 +35,7 @@ class Truth:
             if name in layer.supra_L:
                 L, R = layer.supra_L[name].detach().clone(), layer.supra_R[name].detach().clone()
                 low_rank = L, R, layer.supra_scaling[name]
-            self.layers[layer.supra_layer] = sparse, low_rank
+            self.layers[layer.layer_name] = sparse, low_rank
 
     def assert_is(self, other):
         assert self.layers.keys() == other.layers.keys()
@@ -215,7 +215,7 @@ class AdapterSequences(RuleBasedStateMachine):
         """The base weights have the base's bits, or those of a plain merge; adapters are what was put into them."""
         merged = self.weights(self.merged)
         for layer in adapted(self.model):
-            name = f"{layer.supra_layer}.weight"
+            name = f"{layer.layer_name}.weight"
             assert torch.equal(layer.get_base_layer().weight, merged.get(name, self.base[name])), name
             assert torch.equal(layer.base_weight(), self.base[name]), name
         for name, truth in self.truths.items():

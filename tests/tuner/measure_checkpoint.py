@@ -46,7 +46,7 @@ def measured(values_dtype, supra_lambda, folder):
             continue
         size = module.out_features * module.in_features
         module.supra_shape["default"] = torch.tensor([module.out_features, module.in_features], dtype=torch.int32)
-        kind = module.supra_layer.rpartition(".")[2]
+        kind = module.layer_name.rpartition(".")[2]
         for store in (module.supra_values, module.supra_L, module.supra_R):
             if "default" in store:
                 store["default"] = torch.nn.Parameter(torch.randn(store["default"].shape))

@@ -160,7 +160,7 @@ def test_lora_and_base_together_are_the_adapter(make, tmp_path, supra_lambda):
         expected = layer.base_weight().clone()
         if "default" in layer.supra_values:
             expected.view(-1)[layer.supra_indices["default"].long()] += layer.supra_values["default"]
-        assert torch.equal(base.get_submodule(layer.supra_layer).weight, expected)
+        assert torch.equal(base.get_submodule(layer.layer_name).weight, expected)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(make, tmp_path, monkeypatch):

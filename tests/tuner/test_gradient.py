@@ -49,9 +49,9 @@ def test_the_support_is_that_of_the_dense_gradient(score, direction, supra_lambd
     for layer in layers:
         chosen = layer.supra_indices["default"]
         count = layer.supra_budget["default"].sparse_count
-        expected = select_support(scores[layer.supra_layer], count, direction)
+        expected = select_support(scores[layer.layer_name], count, direction)
         same = len(set(chosen.tolist()) & set(expected.tolist()))
-        assert same >= 0.98 * count, layer.supra_layer  # fp32 orders near ties otherwise than fp64
+        assert same >= 0.98 * count, layer.layer_name  # fp32 orders near ties otherwise than fp64
         assert torch.equal(chosen, chosen.unique())
     assert {name for name, each in model.named_parameters() if each.requires_grad} == trained
     assert all(each.grad is None for each in model.parameters())
@@ -64,7 +64,7 @@ def test_of_a_trained_low_rank_part_it_is_the_gradient_around_it():
         torch.nn.init.normal_(layer.supra_L["default"], std=0.5)
     choose_supports(model.train(), [[IDS[0]]], loss_of(model), step=7)
     assert model.peft_config["default"].gradient["step"] == 7
-    found = {layer.supra_layer: set(layer.supra_indices["default"].tolist()) for layer in sparse_layers(model)}
+    found = {layer.layer_name: set(layer.supra_indices["default"].tolist()) for layer in sparse_layers(model)}
     scores = dense(IDS[:1], False, model.merge_and_unload())
     plain = dense(IDS[:1], False)
     shares = []

@@ -36,7 +36,7 @@ def test_the_numbers_are_the_adapters(make, knobs):
     assert [name.split(".")[2] for name in reports] == ["0"] * 7 + ["1"] * 7
     assert len(reports) == len(layers) == 14
     for layer in layers:
-        report, budget = reports[layer.supra_layer], layer.supra_budget["default"]
+        report, budget = reports[layer.layer_name], layer.supra_budget["default"]
         assert (report.rows, report.columns) == (layer.out_features, layer.in_features)
         assert (report.rank, report.entries) == (budget.rank, budget.sparse_count)
         assert report.parameters == 4 * (report.rows + report.columns)

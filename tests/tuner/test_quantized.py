@@ -82,7 +82,7 @@ def adapt(model, seed=1, **changes):
 
 
 def layers(model):
-    return {module.supra_layer: module for module in model.modules() if isinstance(module, SupraLinear)}
+    return {module.layer_name: module for module in model.modules() if isinstance(module, SupraLinear)}
 
 
 def dense_copy(model):
@@ -90,7 +90,7 @@ def dense_copy(model):
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedSupraLinear):
-            dense = SupraLinear(dense_linear(module.base_layer, module.base_weight()), module.supra_layer)
+            dense = SupraLinear(dense_linear(module.base_layer, module.base_weight()), module.layer_name)
             for key, value in vars(module).items():
                 if key.startswith("supra_") or key == "_active_adapter":
                     setattr(dense, key, value)
@@ -594,7 +594,7 @@ def test_a_merge_into_an_adapter_that_is_not_loaded_is_refused_before_anything_c
 def test_the_kernels_that_keep_w_plus_u_in_the_weight_refuse_a_quantized_one(kind):
     layer = make_layer(kind)
     assert "no plain contiguous tensor" in unsupported_tensor_reason(torch.zeros(2, 64), layer.weight, [], [])
-    assert wrap(layer).cached_layer(torch.zeros(2, 64)) is None
+    assert wrap(layer).unwritten_kernel_layer(torch.zeros(2, 64)) is None
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

@@ -42,7 +42,7 @@ def test_by_activation_a_support_is_made_of_columns(norms):
     model = adapted(norms, mask_score="activation", sparse_direction="top")
     for layer in sparse_layers(model):
         indices = layer.supra_indices["default"]
-        order = norms[layer.supra_layer].sort(descending=True, stable=True).indices.tolist()
+        order = norms[layer.layer_name].sort(descending=True, stable=True).indices.tolist()
         touched = set((indices % layer.in_features).tolist())
         columns = -(-len(indices) // layer.out_features)
         assert touched == set(order[:columns])
@@ -62,9 +62,9 @@ def test_a_support_is_spread_over_the_rows(norms, direction):
 
 def test_one_density_reaches_every_layer(tmp_path):
     model = adapted(supra_lambda=0.5, budget_scope="density")
-    shapes = {layer.supra_layer: (layer.out_features, layer.in_features) for layer in sparse_layers(model)}
+    shapes = {layer.layer_name: (layer.out_features, layer.in_features) for layer in sparse_layers(model)}
     expected = density_budgets(shapes, supra_lambda=0.5, r0=4)
-    assert {layer.supra_layer: layer.supra_budget["default"] for layer in sparse_layers(model)} == expected
+    assert {layer.layer_name: layer.supra_budget["default"] for layer in sparse_layers(model)} == expected
     assert layer_budgets(llama(), model.peft_config["default"]) == expected
     model.save_pretrained(tmp_path)
     PeftModel.from_pretrained(llama(), tmp_path)
@@ -84,7 +84,7 @@ def test_scores_of_all_layers_are_one_set(direction, supra_lambda, tmp_path):
     counts = model.peft_config["default"].sparse_counts
     assert list(counts) == names
     start = 0
-    found = {layer.supra_layer: layer.supra_indices["default"] for layer in sparse_layers(model)}
+    found = {layer.layer_name: layer.supra_indices["default"] for layer in sparse_layers(model)}
     for name, weight in zip(names, weights, strict=True):
         here = joined[(joined >= start) & (joined < start + weight.numel())] - start
         assert counts[name] == len(here)

@@ -46,7 +46,7 @@ def logits(model, ids):
 
 
 def layers(model):
-    return {module.supra_layer: module for module in model.modules() if isinstance(module, SupraLayer)}
+    return {module.layer_name: module for module in model.modules() if isinstance(module, SupraLayer)}
 
 
 def bits(model):

@@ -54,7 +54,7 @@ def loss(model, ids):
 
 
 def supra_layers(model):
-    return {module.supra_layer: module for module in model.modules() if isinstance(module, SupraLayer)}
+    return {module.layer_name: module for module in model.modules() if isinstance(module, SupraLayer)}
 
 
 def supports(model, adapter="default"):
@@ -388,7 +388,7 @@ def test_support_is_loaded_never_chosen_again(tiny_llama, norms, tmp_path, monke
     def refuse(*args, **kwargs):
         raise AssertionError("a support was chosen at load")
 
-    for chooser in ("select_by_rows", "random_support", "_rows"):
+    for chooser in ("select_from_blocks", "random_support", "_rows"):
         monkeypatch.setattr(f"axolotl_supertune.tuner.selection.{chooser}", refuse)
     loaded = PeftModel.from_pretrained(tiny_llama(seed=0), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
     assert_same(supports(loaded), supports(model))

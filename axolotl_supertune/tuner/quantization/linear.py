@@ -20,12 +20,12 @@ class QuantizedSupraLinear(SupraLinear):
 
     Args:
         base_layer: a layer of a backend, without an `unsupported_reason`.
-        layer: its name.
+        layer_name: its name.
         weight_dtype: dtype of W̃ if the layer does not know it (8-bit).
     """
 
-    def __init__(self, base_layer: nn.Linear, layer: str, weight_dtype: torch.dtype) -> None:
-        super().__init__(base_layer, layer)
+    def __init__(self, base_layer: nn.Linear, layer_name: str, weight_dtype: torch.dtype) -> None:
+        super().__init__(base_layer, layer_name)
         backend = backend_of(base_layer)
         assert backend is not None, "the layer is not quantized"
         self.backend = backend
@@ -41,11 +41,11 @@ class QuantizedSupraLinear(SupraLinear):
         """x (..., b) → (..., c), in the dtype of x."""
         return super().forward(x, *args, **kwargs)
 
-    def cached_layer(self, x: Tensor) -> None:
+    def unwritten_kernel_layer(self, x: Tensor) -> None:
         """None: the kernels write U into the base weight, which a quantized one does not allow."""
         return None
 
-    def computed(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
+    def reference_output(self, x: Tensor, sparse: list[Sparse], low_rank: list[LowRank]) -> Tensor:
         """y of these parts, with a recomputed weight."""
         base = self.base_layer
         compute = self.backend.compute_dtype(base) or autocast_dtype(x.device.type) or x.dtype
@@ -59,7 +59,7 @@ class QuantizedSupraLinear(SupraLinear):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"{self.supra_layer}: its weight is quantized to {self.backend.bits(self.base_layer)} bits; merging in "
+            f"{self.layer_name}: its weight is quantized to {self.backend.bits(self.base_layer)} bits; merging in "
             "place would quantize it again and round most of the adapter away. Call merge_and_unload(), which gives a "
             f"dequantized model in {str(self.weight_dtype).removeprefix('torch.')}, or load the base model unquantized."
         )
