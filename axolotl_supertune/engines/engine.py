@@ -235,7 +235,8 @@ class Sharding:
     """How an engine's sharded tensors are recognised and gathered. The defaults are those of an unsharded tensor.
 
     Attributes:
-        gathers_by_hooks: whether hooks on a layer's own module gather its weight, so that reading it elsewhere fails.
+        gathers_by_hooks: whether a weight is filled only while its layer's own module runs; code elsewhere may read an
+            empty tensor.
         not_gathered: the rest of a message that begins with the layer's name, for a weight of which only a part is
             here.
     """
@@ -252,7 +253,7 @@ class Sharding:
         return False
 
     def is_gathered(self, weight: "Tensor") -> bool:
-        """Whether a weight is whole now."""
+        """Whether the engine has a weight ready for the pass that runs now."""
         return True
 
     def whole(self, tensor: "Tensor") -> "Tensor":
@@ -268,7 +269,7 @@ class Sharding:
         return tensor.dtype
 
     def is_whole(self, tensor: "Tensor") -> bool:
-        """Whether all of the tensor is in this process now."""
+        """Whether the tensor is not a shard: it has its full shape here."""
         return True
 
 

@@ -32,12 +32,15 @@ def is_sharded(layer: nn.Module) -> bool:
 
 
 def gathers_by_hooks(layer: nn.Module) -> bool:
-    """Whether hooks on a layer's own module gather its weight: from another module it may be found empty."""
+    """Whether the weight is filled only while the layer's own module runs; code elsewhere may read an empty tensor."""
     return any(sharding.gathers_by_hooks and sharding.manages(layer) for sharding in SHARDINGS)
 
 
 def is_gathered(layer: Any) -> bool:
-    """Whether the weight of a sharded layer is whole now. In a forward under ZeRO-3 the reading itself gathers it."""
+    """Whether the engine has the weight ready for the pass that runs now.
+
+    In a forward under ZeRO-3 reading `layer.weight` gathers it.
+    """
     weight = layer.weight
     return _of(weight).is_gathered(weight)
 
@@ -60,7 +63,7 @@ def gathered_weight(layer: Any, name: str) -> Tensor:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether all of a tensor is in this process now."""
+    """Whether the tensor is not a shard: it has its full shape here."""
     return _of(tensor).is_whole(tensor)
 
 

@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO-3: the base is sharded while it is loaded, and gathered by hooks in every pass.
 
-`zero.Init` gives one dtype to every floating tensor that is made while a model is built, and not to its parameters
-only: RoPE's frequencies, which models compute in fp32, come out of a bf16 load rounded to bf16.
+A *plain load* is `from_pretrained` without ZeRO-3. `zero.Init` casts every floating tensor made while a model is built,
+not only parameters; RoPE's frequencies, fp32 in a plain load, are then rounded to bf16. `load_plain_buffers` repairs
+that.
 
 Internals that this file reaches into:
 - Attributes of a parameter: `ds_id`, `ds_shape`, `ds_tensor`, `ds_status`. If one were renamed, sharded parameters
@@ -38,7 +39,10 @@ _REMEDY = "Use ZeRO-1 or ZeRO-2, FSDP2 or DDP for this model."
 
 
 class Zero3(DeepSpeed):
-    """Base and adapter are sharded over all processes; no process ever holds the model."""
+    """Base weights and adapter are sharded over all processes from loading on.
+
+    While loading, every process reads the whole checkpoint into CPU memory.
+    """
 
     name = "ZeRO-3"
     shards_weights = True
@@ -47,19 +51,26 @@ class Zero3(DeepSpeed):
     part_files = True
 
     def loading_keys(self, dtype: torch.dtype | None) -> dict[str, Any]:
-        """`zero.Init` takes the base's dtype from DeepSpeed's bf16 and from nothing else; training does not use it."""
+        """Switches DeepSpeed's bf16 on while a bf16 base is loaded: `zero.Init` takes the dtype from nothing else.
+
+        Training uses the YAML's value again.
+        """
         return {"deepspeed": {**self.settings, "bf16": {"enabled": True}}} if dtype is torch.bfloat16 else {}
 
     def restore_buffers(self, model: Any, dtype: torch.dtype) -> None:
-        restore_buffers(model, dtype)
+        load_plain_buffers(model, dtype)
 
     def plain_forward(self, model: Any, device: torch.device | str) -> contextlib.AbstractContextManager[None]:
-        """One decoder layer is gathered at a time; every process must run as many batches."""
+        """One decoder layer is gathered at a time; every process must run the same number of batches."""
         move_to(model, device)
         return gathered_in_turn(model, gathered)
 
     def share_of(self, batches: Sequence[Batch], processes: "Processes") -> tuple[list[Batch], list[Batch]]:
-        """A process with one batch less runs another one too, to help gather the weights."""
+        """The batches of this process, as in `Engine`.
+
+        A process with one batch fewer also runs the first one, uncounted, because every process must take part in every
+        gather.
+        """
         mine, _ = super().share_of(batches, processes)
         most = len(range(0, len(batches), processes.world))
         return mine, list(batches[:1]) * (most - len(mine))
@@ -69,7 +80,10 @@ class Zero3(DeepSpeed):
         gather_at_once(trainer.model)
 
     def check_partition(self, folder: Path, optimizer: Path) -> None:
-        """The state is in groups of `sub_group_size`, which must be the size that is asked for now."""
+        """Refuse a checkpoint whose optimizer state is grouped by another `sub_group_size` than the config says.
+
+        `auto` on either side is not compared.
+        """
         # Mapped: the file may hold large tensors, and only its config is read.
         written = torch.load(optimizer, map_location="cpu", weights_only=False, mmap=True)["ds_config"]
         key, default = "sub_group_size", 10**9
@@ -152,7 +166,7 @@ def gathered(parameters: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
-def shards(model: nn.Module) -> bool:
+def is_sharded_by_zero3(model: nn.Module) -> bool:
     """Whether ZeRO-3 shards a model."""
     return any(_SHARDING.matches(parameter) for parameter in model.parameters())
 
@@ -160,10 +174,10 @@ def shards(model: nn.Module) -> bool:
 def gather_at_once(model: nn.Module) -> None:
     """Have ZeRO-3 gather and free each decoder layer in one go; to be called before `deepspeed.initialize`.
 
-    DeepSpeed's hooks around every module inside take a good part of the host's time in a step. In a list of decoder
-    layers those up to the first that trains something stay as they are: DeepSpeed reduces the gradients of a layer
-    whose input needs no gradient before they are there. A layer that is gathered at once must be passed backward before
-    it is passed forward again, except for checkpointing.
+    DeepSpeed's hooks around every module inside take a good part of the host's time in a step. The decoder layers up to
+    and including the first with trained parameters keep DeepSpeed's per-module hooks: that layer's input needs no
+    gradient, and DeepSpeed would then reduce its gradients before they have been computed. A layer that is gathered at
+    once must run its backward before its next forward, except for the recomputation of checkpointing.
     """
     list_of = {
         id(child): id(parent) for parent in model.modules() if isinstance(parent, nn.ModuleList) for child in parent
@@ -181,7 +195,7 @@ def gather_at_once(model: nn.Module) -> None:
             trained.add(parent)
 
 
-def restore_buffers(model: "PreTrainedModel", dtype: torch.dtype) -> None:
+def load_plain_buffers(model: "PreTrainedModel", dtype: torch.dtype) -> None:
     """Give a model the buffers of a plain load, in dtype and value, if ZeRO-3 shards it.
 
     Args:
@@ -192,7 +206,7 @@ def restore_buffers(model: "PreTrainedModel", dtype: torch.dtype) -> None:
         ValueError: names the parameter or buffer that has another dtype or shape than a plain load gives it, and cannot
             be computed anew because it comes out of the checkpoint.
     """
-    if not shards(model):
+    if not is_sharded_by_zero3(model):
         return
     plain = _plain_model(model, dtype)
     keeps_fp32 = _kept_in_fp32(plain, dtype)
@@ -200,15 +214,15 @@ def restore_buffers(model: "PreTrainedModel", dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         _check_as_expected(name, parameter, expected, keeps_fp32)
     plain_buffers = dict(plain.named_buffers(remove_duplicate=False))
-    computed = {name for name, _ in plain.named_non_persistent_buffers(remove_duplicate=False)}
+    non_persistent = {name for name, _ in plain.named_non_persistent_buffers(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, buffer in buffers.items():
-        if name not in computed:
+        if name not in non_persistent:
             _check_as_expected(name, buffer, plain_buffers, keeps_fp32)
             continue
         owner, _, own_name = name.rpartition(".")
         model.get_submodule(owner)._buffers[own_name] = plain_buffers[name].to(buffer.device)
-    if lost := computed - buffers.keys():
+    if lost := non_persistent - buffers.keys():
         raise ValueError(f"{min(lost)}: ZeRO-3 loads the base model without this buffer. {_REMEDY}")
 
 

@@ -310,9 +310,9 @@ def loads(rank, folder, dtype):
     found = {}
     for name in MODELS:
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)
-        assert zero3.shards(model)
+        assert zero3.is_sharded_by_zero3(model)
         state = torch.random.get_rng_state()
-        zero3.restore_buffers(model, dtype)
+        zero3.load_plain_buffers(model, dtype)
         assert torch.random.get_rng_state().equal(state)
         found[name] = tensors_of(model)
     refused = []
@@ -325,7 +325,7 @@ def loads(rank, folder, dtype):
         else:
             type(model)._keep_in_fp32_modules_strict = {"layers.*.input_layernorm"}
         try:
-            zero3.restore_buffers(model, torch.bfloat16)
+            zero3.load_plain_buffers(model, torch.bfloat16)
         except ValueError as error:
             refused.append(str(error))
     del alive
