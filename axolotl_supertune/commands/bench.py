@@ -9,10 +9,10 @@ import click
 from click.core import ParameterSource
 
 from ..bench.job import METHODS, SHAPES
+from ..method.sizes import KERNELS_VARIABLE
 from .errors import user_errors
 
 DEFAULT_OUTPUT = Path("outputs/bench")
-_KERNELS = "SUPERTUNE_KERNELS"
 
 
 def _method_names(methods: str | None) -> list[str]:
@@ -96,8 +96,8 @@ def _show(result: dict[str, Any], as_markdown: bool) -> None:
 
 def _command_line(context: click.Context) -> str:
     """What was typed, with the variable that chooses the kernels and without the paths of program and output."""
-    chosen = os.environ.get(_KERNELS)
-    words = [*([f"{_KERNELS}={chosen}"] if chosen else []), "axolotl", "supertune", "bench"]
+    chosen = os.environ.get(KERNELS_VARIABLE)
+    words = [*([f"{KERNELS_VARIABLE}={chosen}"] if chosen else []), "axolotl", "supertune", "bench"]
     for parameter in context.command.params:
         name = str(parameter.name)
         if name == "output" or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:

@@ -1,5 +1,8 @@
 """Sizes that both the computation and the memory estimate of `plan` use: integers and names, no torch, no Triton."""
 
+# Environment variable that chooses what computes the adapted layers: `auto`, `triton` or `reference`.
+KERNELS_VARIABLE = "SUPERTUNE_KERNELS"
+
 # Bytes of dense fp32 weight gradients that a choice of supports by gradient holds at once; one larger layer exceeds it.
 DENSE_BYTES = 2 * 2**30
 
@@ -7,10 +10,24 @@ DENSE_BYTES = 2 * 2**30
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 
 # Tokens that the kernels transpose in one piece for sampled products; longer inputs take several pieces.
-TOKENS_AT_ONCE = 16384
+TOKENS_PER_TRANSPOSE = 16384
 
 # Support entries that one program of a sampled product computes; they share a row or a column of the weight.
 ENTRIES_PER_CHUNK = 4
+
+
+def fits_int32(size: int) -> bool:
+    """Whether int32 holds every flat index into `size` = c·b weights, the largest being size - 1."""
+    return size <= 2**31
+
+
+def samples_by_row(out_features: int, in_features: int) -> bool:
+    """Whether the chunks of a sampled product share a row of the weight, not a column.
+
+    They share a feature of the larger side: its operand is streamed, and that of the smaller side gathered, which then
+    fits into the L2 cache.
+    """
+    return out_features >= in_features
 
 
 def padded_rank(rank: int) -> int:

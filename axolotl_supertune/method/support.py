@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .budget import DEFAULT_BETA, hybrid_split
 from .scores import RowScores
+from .sizes import fits_int32
 
 SUPPORT_SCOPES = ("layer", "row")
 _SCORED_DIRECTIONS = ("bottom", "top", "hybrid")
@@ -41,7 +42,7 @@ _Blocks = Callable[[], Iterator[tuple[int, Tensor]]]
 
 def index_dtype(size: int) -> torch.dtype:
     """The dtype of flat indices into a layer of `size` = c·b weights: int32 where they fit, else int64."""
-    return torch.int32 if size <= 2**31 else torch.int64
+    return torch.int32 if fits_int32(size) else torch.int64
 
 
 def select_support(scores: Tensor, count: int, direction: str, *, hybrid_beta: float = DEFAULT_BETA) -> Tensor:

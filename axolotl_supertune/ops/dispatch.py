@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..method.sizes import KERNELS_VARIABLE
 from .reference import LowRank, Sparse, autocast_dtype
 
-VARIABLE = "SUPERTUNE_KERNELS"
 _BACKENDS = ("auto", "triton", "reference")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_RANK = 128
@@ -28,9 +28,9 @@ def requested() -> str:
     Raises:
         ValueError: any other value.
     """
-    backend = os.environ.get(VARIABLE, "auto") or "auto"
+    backend = os.environ.get(KERNELS_VARIABLE, "auto") or "auto"
     if backend not in _BACKENDS:
-        raise ValueError(f"{VARIABLE}={backend} is not one of {', '.join(_BACKENDS)}.")
+        raise ValueError(f"{KERNELS_VARIABLE}={backend} is not one of {', '.join(_BACKENDS)}.")
     return backend
 
 
@@ -58,14 +58,14 @@ def describe_implementation(device: torch.device, dtype: torch.dtype, rank: int)
     """
     backend = requested()
     if backend == "reference":
-        return f"reference ({VARIABLE}=reference)"
+        return f"reference ({KERNELS_VARIABLE}=reference)"
     reason = unsupported_device_reason(device, dtype)
     if reason is None and rank > _MAX_RANK:
         reason = f"rank {rank} is above {_MAX_RANK}"
     if reason is None:
         return f"Triton, on {device}"
     if backend == "triton":
-        raise RuntimeError(f"{VARIABLE}=triton, but the Triton kernels cannot compute this model: {reason}.")
+        raise RuntimeError(f"{KERNELS_VARIABLE}=triton, but the Triton kernels cannot compute this model: {reason}.")
     return f"reference, not Triton: {reason}"
 
 
@@ -126,7 +126,9 @@ def _report(reason: str | None, x: Tensor, backend: str, layer: str) -> bool:
     if reason is None:
         return True
     if backend == "triton":
-        raise RuntimeError(f"{layer}: {VARIABLE}=triton, but the Triton kernels cannot compute this layer: {reason}.")
+        raise RuntimeError(
+            f"{layer}: {KERNELS_VARIABLE}=triton, but the Triton kernels cannot compute this layer: {reason}."
+        )
     if x.device.type == "cuda" and x.numel() and reason not in _warned:
         _warned.add(reason)
         warnings.warn(f"{layer}: computed by the slower reference path: {reason}.", stacklevel=4)

@@ -2,7 +2,8 @@
 
 Where `reference` forms a dense gradient of W, these compute sampled products, and passes over the input are shared by
 the layers. The weights hold W + M⊙U already (`inplace_weight`). Forward saves the input (or the columns of it that the
-supports touch), the products x·Rᵀ of rank r', and in the MLP gate and up; no mask and no product silu(gate)·up.
+supports touch), the products x·Rᵀ of rank r', and in the MLP gate and up. Neither dropout masks nor silu(gate)·up are
+saved.
 
 `Group` and `GatedMLP` bind kernels to layers; `group_forward` and its siblings compute without autograd; the autograd
 functions are at the end.
@@ -25,11 +26,11 @@ from .operands import as_matrix, as_operand, in_shape_of, linear_without_view, m
 from .reference import cast
 
 
-class Layer(NamedTuple):
+class KernelLayer(NamedTuple):
     """An adapted linear layer: its slot, bias (c,) and dropout probability.
 
-    The caller writes a `WeightSlot` before a forward (`BatchedWriter.refresh`). A `GatheredSlot` is written here, for
-    each forward and backward.
+    The caller writes a `WeightSlot` before a forward (`BatchedWriter.write_for_forward`). A `GatheredSlot` is written
+    here, for each forward and backward.
     """
 
     slot: WeightSlot | GatheredSlot
@@ -37,7 +38,7 @@ class Layer(NamedTuple):
     dropout: float = 0.0
 
 
-class Sampling(NamedTuple):
+class SupportGradientKernels(NamedTuple):
     """Kernels for dU of layers that share an input.
 
     Attributes:
@@ -63,7 +64,7 @@ class Group(_NotCopied):
 
     Args:
         layers: for which `can_group` holds.
-        stream: number of the first dropout mask; layer k with a low-rank part uses mask stream + k.
+        stream: number of the first dropout mask; the k-th layer that has a low-rank part uses mask stream + k.
         whole_input: save the whole input for backward, not only the columns that the supports touch.
 
     Attributes:
@@ -72,7 +73,7 @@ class Group(_NotCopied):
         threshold: of the dropout, see `kernels.dropout_threshold`.
     """
 
-    def __init__(self, layers: Sequence[Layer], stream: int = 0, *, whole_input: bool = False) -> None:
+    def __init__(self, layers: Sequence[KernelLayer], stream: int = 0, *, whole_input: bool = False) -> None:
         self.layers, self.whole_input = list(layers), whole_input
         self.slots = [layer.slot for layer in layers]
         self.persistent = self.slots[0].persistent
@@ -108,14 +109,14 @@ class Group(_NotCopied):
     # Made for the first forward with a backward: it waits for the device and takes memory, which switching between
     # adapters without training them should not.
     @functools.cached_property
-    def sampling(self) -> "Sampling":
+    def support_gradient(self) -> SupportGradientKernels:
         """Kernels for dU of the layers with a support."""
-        columns, plans = None, [slot.plan for slot in self.slots if slot.plan is not None]
+        columns, plans = None, [slot.sampling_plan for slot in self.slots if slot.sampling_plan is not None]
         if not self.low_rank and not self.whole_input:
             columns, plans = sampling_plan.few_columns(plans)
-        sizes = [plans[0].shape[1], *(plan.shape[0] for plan in plans)]
-        transpose = kernels.Transpose(sizes, self.dtype, plans[0].indices.device)
-        return Sampling(columns, transpose, kernels.SampledProducts(plans, self.dtype))
+        widths = [plans[0].shape[1], *(plan.shape[0] for plan in plans)]
+        transpose = kernels.Transpose(widths, self.dtype, plans[0].indices.device)
+        return SupportGradientKernels(columns, transpose, kernels.SampledProducts(plans, self.dtype))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """y (..., c) of every layer for x (..., b), see `linear_group`."""
@@ -123,7 +124,7 @@ class Group(_NotCopied):
 
     def saved_input(self, x: Tensor) -> Tensor:
         """The input for backward: x (..., b) itself, or its columns (T, n) that the supports touch."""
-        columns = self.sampling.columns if self.sparse else None
+        columns = self.support_gradient.columns if self.sparse else None
         return x if columns is None else x.view(-1, x.shape[-1]).index_select(1, columns)
 
     def forward(self, x: Tensor, seed: int) -> tuple[list[Tensor], Tensor | None]:
@@ -156,8 +157,8 @@ class Group(_NotCopied):
             chosen = dys if len(self.low_rank) == len(dys) else [dys[at] for at in self.low_rank]
             d_inner = self.narrow_each(chosen)
             if trains:
-                lefts, rights, dx = self.thin(x, chosen, inner, d_inner, seed, through=wants_dx)
-                for name, of_kind in (("L", lefts), ("R", rights)):
+                d_left, d_right, dx = self.thin(x, chosen, inner, d_inner, seed, through=wants_dx)
+                for name, of_kind in (("L", d_left), ("R", d_right)):
                     for index, grad in zip(self._indices[name], of_kind, strict=True):
                         grads[index] = grad
             elif wants_dx:
@@ -172,11 +173,11 @@ class Group(_NotCopied):
         return dx, grads
 
     def add_sampled(self, x: Tensor, dys: Sequence[Tensor], grads: list[Tensor | None]) -> None:
-        """Compute dU of every layer with a support into `grads`; long inputs in pieces of `TOKENS_AT_ONCE`."""
+        """Compute dU of every layer with a support into `grads`; long inputs in pieces of `TOKENS_PER_TRANSPOSE`."""
         chosen = dys if len(self.sparse) == len(dys) else [dys[at] for at in self.sparse]
-        _, transpose, products = self.sampling
+        _, transpose, products = self.support_gradient
         outs = products.new()
-        size = sizes.TOKENS_AT_ONCE
+        size = sizes.TOKENS_PER_TRANSPOSE
         tokens = x.numel() // x.shape[-1]
         if tokens <= size:
             buffer, (x_t, *dy_ts) = transpose(x, *chosen)
@@ -200,7 +201,7 @@ class Group(_NotCopied):
 class GatedMLP(_NotCopied):
     """down(silu(gate(x))·up(x)) with all three layers adapted, and their kernels bound."""
 
-    def __init__(self, gate: Layer, up: Layer, down: Layer) -> None:
+    def __init__(self, gate: KernelLayer, up: KernelLayer, down: KernelLayer) -> None:
         self.layers = [gate, up, down]
         # Backward forms the input of down again as a whole: saving only its columns saves nothing.
         self.gate_up, self.down = Group([gate, up]), Group([down], stream=2, whole_input=True)
@@ -209,22 +210,24 @@ class GatedMLP(_NotCopied):
         weight = gate.slot.weight
         self.swiglu = kernels.Swiglu(weight.shape[0], gate.slot.dtype, weight.device)
         self.trained = [*self.gate_up.trained, *self.down.trained]
-        self.samples_at_once = all(layer.slot.indices is not None for layer in self.layers)
+        # Then dU of all three can come from one launch.
+        self.all_sparse = all(layer.slot.indices is not None for layer in self.layers)
 
     @functools.cached_property
-    def sampling(self) -> "Sampling":
+    def support_gradient(self) -> SupportGradientKernels:
         """Kernels for dU of all three layers in one launch, where each has a support."""
-        plans = [*self.gate_up.sampling.products.plans, *self.down.sampling.products.plans]
-        sizes, dtype = [plans[0].shape[1], plans[2].shape[0]], self.down.dtype
-        transpose = kernels.Transpose(sizes, dtype, plans[0].indices.device)
-        return Sampling(self.gate_up.sampling.columns, transpose, kernels.SampledProducts(plans, dtype))
+        gate_up, down = self.gate_up.support_gradient, self.down.support_gradient
+        plans = [*gate_up.products.plans, *down.products.plans]
+        widths, dtype = [plans[0].shape[1], plans[2].shape[0]], self.down.dtype
+        transpose = kernels.Transpose(widths, dtype, plans[0].indices.device)
+        return SupportGradientKernels(gate_up.columns, transpose, kernels.SampledProducts(plans, dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         """y (..., c) of x (..., b), see `gated_mlp`."""
         return gated_mlp(x, self)
 
 
-def can_group(layers: Sequence[Layer]) -> bool:
+def can_group(layers: Sequence[KernelLayer]) -> bool:
     """Whether one `Group` can hold these layers: one dtype, dropout and padded rank; all slots persistent, or none."""
     low_rank = [layer for layer in layers if layer.slot.packed is not None]
     return (
@@ -302,22 +305,23 @@ def mlp_backward(
     with WrittenSlots(mlp.slots, saved.versions):
         x, dy = as_operand(x, mlp.gate_up.dtype), as_operand(grad, mlp.down.dtype)
         tokens = dy.numel() // dy.shape[-1]
-        at_once = trains and mlp.samples_at_once and tokens <= sizes.TOKENS_AT_ONCE
-        down_alone = trains and bool(mlp.down.sparse) and not at_once
-        # The product is needed for dR of down, and for its dU unless that uses the transposed copy of the product.
-        h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_alone else gate
+        one_launch = trains and mlp.all_sparse and tokens <= sizes.TOKENS_PER_TRANSPOSE
+        down_first = trains and bool(mlp.down.sparse) and not one_launch
+        # silu(gate)·up is needed for dR of down, and for its dU unless that uses the transposed copy of the product.
+        # Otherwise `gate` is a stand-in that nothing reads.
+        h = mlp.swiglu(gate, up) if mlp.down.low_rank or down_first else gate
         dh, grads_down = mlp.down.backward(h, [dy], inner_down, saved.seed, trains=trains, wants_dx=True)
         assert dh is not None
-        if down_alone:
+        if down_first:
             mlp.down.add_sampled(h, [dy], grads_down)
         del h
-        d_gate, d_up, buffer, transposed = mlp.swiglu.backward(dh, gate, up, transposed=at_once)
+        d_gate, d_up, buffer, transposed = mlp.swiglu.backward(dh, gate, up, transposed=one_launch)
         del dh
         dys = [d_gate, d_up]
         dx, grads = mlp.gate_up.backward(x, dys, inner, saved.seed, trains=trains, wants_dx=wants_dx)
-        if at_once:
+        if one_launch:
             gate_t, up_t, h_t = transposed
-            _, transpose, products = mlp.sampling
+            _, transpose, products = mlp.support_gradient
             copies, (x_t, dy_t) = transpose(x, dy)
             outs = products.new()
             products([(gate_t, x_t), (up_t, x_t), (dy_t, h_t)], tokens, outs)
@@ -329,11 +333,12 @@ def mlp_backward(
     return in_shape_of(dx, grad), [*grads, *grads_down]
 
 
+# Persistent slots were written by the caller (`BatchedWriter.write_for_forward`).
 _NO_WRITE = contextlib.nullcontext()
 
 
 def _apply(function: Any, *args: Any) -> Any:
-    """`function.apply` without its Python, unless a functorch transform is active."""
+    """Call the C++ `apply` directly; `Function.apply` adds Python checks that only functorch needs."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)

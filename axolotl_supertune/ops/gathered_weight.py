@@ -54,12 +54,12 @@ class GatheredSlot:
             self._pack = write_kernels.PackPair(self.packed, self.L.shape[1], scaling, self.L.dtype)
 
     @functools.cached_property
-    def plan(self) -> SamplingPlan | None:
+    def sampling_plan(self) -> SamplingPlan | None:
         """Plan of the sampled products."""
         c, b = self.weight.shape
         return None if self.indices is None else sampling_plan.make_sampling_plan(self.indices, (c, b))
 
-    def ensure(self) -> bool:
+    def ensure_written(self) -> bool:
         """Write U into the gathered weight, and copy L and R, unless that is done.
 
         Returns:
@@ -131,7 +131,7 @@ class WrittenSlots:
     def __enter__(self) -> None:
         try:
             for slot in self._slots:
-                if slot.ensure():
+                if slot.ensure_written():
                     self._to_restore.append(slot)
         except BaseException:
             self.__exit__()

@@ -1,8 +1,8 @@
 """Holds the effective weight W + M⊙U in the base weight itself, and saves W's bits on the support.
 
-Writing the s entries of all layers takes one launch of microseconds; a second copy of each weight would take its memory
-and two passes over it. While U is written, the base weight is not W: code that reads it calls `restore` first, which
-puts the saved bits back exactly.
+Writing the s entries of all layers takes microseconds, in one launch per device and combination of dtypes; a second
+copy of each weight would take its memory and two passes over it. While U is written, the base weight is not W: code
+that reads it calls `restore` first, which puts the saved bits back exactly.
 
 `WeightSlot` is one layer with one adapter; `BatchedWriter` writes the slots of a model together.
 """
@@ -33,7 +33,7 @@ class WeightSlot:
 
     Attributes:
         written: whether the weight holds W + M⊙U of this slot.
-        fresh: whether a batch wrote the slot and no forward has used it since.
+        fresh: whether the slot was written with its group and no forward has used it since.
         place: number of the slot in its `BatchedWriter`, in the order in which layers are first called.
         is_called: whether the model still calls the layer; asked before the slot is written with others.
         saved: (s,) W's bits on the support.
@@ -67,7 +67,7 @@ class WeightSlot:
         self.packed = empty_packed(weight, L, R, dtype)
 
     @functools.cached_property
-    def plan(self) -> SamplingPlan | None:
+    def sampling_plan(self) -> SamplingPlan | None:
         """Plan of the sampled products; made for the first backward."""
         c, b = self.weight.shape
         return None if self.indices is None else sampling_plan.make_sampling_plan(self.indices, (c, b))
@@ -80,8 +80,8 @@ class WeightSlot:
             and own[5:] == operands[5:]
         )
 
-    def ensure(self) -> bool:
-        """Write U again if the weight was restored, or written by another slot, since the forward.
+    def ensure_written(self) -> bool:
+        """Write U for a backward if the weight was restored, or written by another slot, since the forward.
 
         Returns:
             Whether U was written; the caller then restores the weight after its backward.
@@ -96,7 +96,7 @@ class WeightSlot:
                 "the weight of an adapted layer was replaced between a forward and its backward (by a merge?): call "
                 "backward() first."
             )
-        self._write_single()
+        self.write_single()
         return True
 
     def restore(self) -> None:
@@ -106,16 +106,16 @@ class WeightSlot:
             self.weight.detach().view(-1)[self.indices.long()] = self.saved
         self.written = self.fresh = False
 
-    def _write_single(self) -> None:
+    def write_single(self) -> None:
         """Write this slot, without the others of the model."""
-        self.prepare()
+        self.save_base_entries()
         self.written = True
         if self._own_tables is None or not self._own_tables.are_written():
             self._own_tables = _Tables([self])
-        self._own_tables.run()
+        self._own_tables.write()
 
-    def prepare(self) -> None:
-        """Save W on the support, unless U is written in it already."""
+    def save_base_entries(self) -> None:
+        """Save W on the support before a write, unless U is written in it already."""
         moved = self.weight.data_ptr() != self._address
         if self.indices is not None and (moved or not self.written):
             # A weight holds one slot at a time: it must be W when its bits are saved.
@@ -123,17 +123,17 @@ class WeightSlot:
             if owner is not None and owner is not self:
                 owner.restore()
             _owners[self.weight.data_ptr()] = self
-            # A replaced weight holds W.
+            # A new weight tensor has no U in it yet.
             if self.saved is None or moved:
                 with torch.inference_mode(False):
                     self.saved = torch.empty(self.indices.shape, dtype=self.weight.dtype, device=self.weight.device)
             torch.index_select(self.weight.detach().view(-1), 0, self.indices, out=self.saved)
-            # Bump the version counter, so that autograd raises if a graph of other code saved W for its backward. Later
-            # writes, with the same bits or those of the next step, do not.
+            # Only this first write raises the version counter, so that autograd raises if a graph of other code saved W
+            # for its backward. Later writes put the same bits or those of the next step.
             torch.autograd.graph.increment_version(self.weight)
         self._address = self.weight.data_ptr()
 
-    def note_written(self) -> None:
+    def record_written_state(self) -> None:
         """Record which state of U, L and R was written."""
         self.written = True
         self.versions = tuple(
@@ -180,20 +180,22 @@ _owners: "weakref.WeakValueDictionary[int, WeightSlot]" = weakref.WeakValueDicti
 
 
 class BatchedWriter:
-    """Writes the slots of all layers of a model together: the first layer of a forward writes for those after it.
+    """Writes the slots of all layers together, at the first layer of each forward.
 
-    Each layer uses a batch once, and layers are called in the order of their slots. A layer that asks again, or out of
-    order, starts a new forward: all slots are written again, because an optimizer can change U, L and R without
-    changing autograd's version counters.
+    Layers ask once each, in the order of their first call. One that asks again or out of order begins a new forward,
+    and everything is written again, because an optimizer can change U, L and R without changing their version counters.
+
+    Slots that were written together are a *group*; a group that was restored as a whole can be written again with the
+    tables that it has.
     """
 
-    # Number of adapter sets whose tables are kept for being written again.
-    _SETS = 16
+    # Number of restored groups whose tables are kept for being written again: one per set of active adapters.
+    _MAX_RESTORED_GROUPS = 16
 
     def __init__(self) -> None:
         self._last = -1
-        # Tables that were written and then restored as a whole, the latest first.
-        self._earlier_tables: list[list[_Tables]] = []
+        # Groups that were written and then restored as a whole, the latest first.
+        self._restored_groups: list[list[_Tables]] = []
         # Whether nothing was written since they were restored.
         self._is_restored = False
         self._slots: weakref.WeakValueDictionary[int, WeightSlot] = weakref.WeakValueDictionary()
@@ -213,33 +215,36 @@ class BatchedWriter:
         self._tables = []
         return slot
 
-    def refresh(self, *slots: WeightSlot) -> None:
-        """Write U, L and R of `slots` if they may have changed, in this order. Called by the layers' forward."""
+    def write_for_forward(self, *slots: WeightSlot) -> None:
+        """Write U, L and R of `slots` if they may have changed, in this order. Called by the layers' forward.
+
+        Inside a backward (gradient checkpointing) a slot is written only where its weight was restored.
+        """
         if torch._C._current_graph_task_id() != -1:
             # Inside a backward (gradient checkpointing), values are those of the forward.
             for slot in slots:
-                slot.ensure()
+                slot.ensure_written()
             return
         for slot in slots:
             if not slot.written:
-                if not (self._is_restored and self._write_again(slot)):
-                    slot._write_single()
+                if not (self._is_restored and self._rewrite_group_of(slot)):
+                    slot.write_single()
             elif not (slot.fresh and slot.place > self._last and slot.is_current()):
-                self._run()
+                self._write_all()
             slot.fresh = False
             self._last = slot.place
         self._is_restored = False
 
     def restore(self) -> None:
-        """Restore all weights, for instance before other adapters are used; those of one batch in one launch.
+        """Restore all weights, for instance before other adapters are used; those of one group in one launch.
 
         The next forward with these adapters writes them together again.
         """
         if self._tables and all([tables.are_written() for tables in self._tables]):
             for tables in self._tables:
                 tables.restore()
-            others = [earlier for earlier in self._earlier_tables if earlier is not self._tables]
-            self._earlier_tables = [self._tables, *others][: self._SETS]
+            others = [group for group in self._restored_groups if group is not self._tables]
+            self._restored_groups = [self._tables, *others][: self._MAX_RESTORED_GROUPS]
             self._is_restored = True
         for slot in self._slots.values():
             if slot.written:
@@ -252,67 +257,74 @@ class BatchedWriter:
         if owner is not None and owner.written:
             owner.restore()
 
-    def forget_batches(self) -> None:
-        """Write each layer on its own until all have been called again: a layer may have left the model."""
-        self._earlier_tables = []
+    def forget_groups(self) -> None:
+        """Forget the groups restored so far.
+
+        A layer's forward then writes no other layer's weight before that layer is called itself, for it may have left
+        the model.
+        """
+        self._restored_groups = []
 
     def remove(self, *slots: WeightSlot) -> None:
         """Stop writing these slots. Graphs may still refer to them, but nothing would restore their weights."""
         for slot in slots:
             self._slots.pop(slot.place, None)
-        self._earlier_tables, self._tables = [], []
+        self._restored_groups, self._tables = [], []
 
-    def _write_again(self, slot: WeightSlot) -> bool:
-        """Write the earlier batch that contains this slot; returns False where there is none that can be written."""
-        for batch in self._earlier_tables:
-            if any(tables.contains(slot) for tables in batch):
-                if not all(tables.can_be_rewritten() for tables in batch):
+    def _rewrite_group_of(self, slot: WeightSlot) -> bool:
+        """Write the restored group that contains this slot; returns False where there is none that can be written."""
+        for group in self._restored_groups:
+            if any(tables.contains(slot) for tables in group):
+                if not all(tables.can_be_rewritten() for tables in group):
                     return False
-                self._tables = batch
-                for tables in batch:
-                    tables.prepare()
-                    tables.run(fresh=True)
+                self._tables = group
+                for tables in group:
+                    tables.save_base_entries()
+                    tables.write(fresh=True)
                 return True
         return False
 
-    def _run(self) -> None:
+    def _write_all(self) -> None:
         """Write all slots that are written; with new tables if there are more of them, or a tensor has moved."""
         count = sum([slot.written for slot in self._slots.values()])
         if count != sum([tables.count for tables in self._tables]) or not all(
             [tables.are_written() for tables in self._tables]
         ):
-            groups: dict[Any, list[WeightSlot]] = {}
+            slots_of_kind: dict[Any, list[WeightSlot]] = {}
             for slot in self._slots.values():
                 if slot.written:
-                    slot.prepare()
-                    groups.setdefault(slot.kind, []).append(slot)
-            self._tables = [_Tables(slots) for slots in groups.values()]
+                    slot.save_base_entries()
+                    slots_of_kind.setdefault(slot.kind, []).append(slot)
+            self._tables = [_Tables(slots) for slots in slots_of_kind.values()]
         for tables in self._tables:
-            tables.run(fresh=True)
+            tables.write(fresh=True)
 
 
 class _Tables:
-    """Tables on the device for writing several slots of one `kind` in one launch; the slots are prepared."""
+    """Tables on the device for writing several slots of one `kind` in one launch.
+
+    The slots have saved W on their supports before.
+    """
 
     def __init__(self, slots: list[WeightSlot]) -> None:
         self.count = len(slots)
         self._slots = [weakref.ref(slot) for slot in slots]
         self._addresses = self._current_addresses(slots)
-        self._write = self._pack = None
+        self._write_table = self._pack_table = None
         writes = [
             (slot.weight, slot.indices, slot.values, slot.saved)
             for slot in slots
             if slot.indices is not None and slot.values is not None and slot.saved is not None
         ]
         if writes:
-            self._write = write_kernels.write_table(writes)
+            self._write_table = write_kernels.write_table(writes)
         packs = []
         for slot in slots:
             if slot.L is not None and slot.R is not None and slot.packed is not None:
                 packs.append((slot.L.detach().t(), slot.scaling, slot.packed[0]))
                 packs.append((slot.R.detach(), 1.0, slot.packed[1]))
         if packs:
-            self._pack = write_kernels.pack_table(packs)
+            self._pack_table = write_kernels.pack_table(packs)
 
     @staticmethod
     def _current_addresses(slots: list[Any]) -> list[int]:
@@ -329,37 +341,39 @@ class _Tables:
         return self._are_valid(written=False) and all([slot.is_called() for ref in self._slots if (slot := ref())])
 
     def _are_valid(self, *, written: bool) -> bool:
+        """Whether all slots exist, are `written` or not as asked, and have the tensors of the tables."""
         slots = [ref() for ref in self._slots]
         as_expected = [slot is not None and slot.written is written for slot in slots]
         return all(as_expected) and self._current_addresses(slots) == self._addresses
 
     def contains(self, slot: WeightSlot) -> bool:
+        """Whether the tables write this slot."""
         return any([ref() is slot for ref in self._slots])
 
-    def prepare(self) -> None:
+    def save_base_entries(self) -> None:
         """Save all weights on their supports before the first write."""
         for ref in self._slots:
             slot = ref()
             if slot is not None:
-                slot.prepare()
+                slot.save_base_entries()
 
     def restore(self) -> None:
         """Restore all weights."""
-        if self._write is not None:
-            write_kernels.restore_supports(self._write)
+        if self._write_table is not None:
+            write_kernels.restore_supports(self._write_table)
         for ref in self._slots:
             slot = ref()
             if slot is not None:
                 slot.written = slot.fresh = False
 
-    def run(self, *, fresh: bool = False) -> None:
+    def write(self, *, fresh: bool = False) -> None:
         """Write U of all slots and copy their L and R."""
-        if self._write is not None:
-            write_kernels.write_supports(self._write)
-        if self._pack is not None:
-            write_kernels.pack_factors(self._pack)
+        if self._write_table is not None:
+            write_kernels.write_supports(self._write_table)
+        if self._pack_table is not None:
+            write_kernels.pack_factors(self._pack_table)
         for ref in self._slots:
             slot = ref()
             if slot is not None:
-                slot.note_written()
+                slot.record_written_state()
                 slot.fresh = fresh

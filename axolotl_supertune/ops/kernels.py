@@ -134,7 +134,7 @@ class Narrow:
     Args:
         factors: the packed factors.
         threshold: of the dropout, see `dropout_threshold`; 0 for none.
-        stream: number of the first factor's dropout mask; factor k uses mask stream + k.
+        stream: number of the first dropout mask; the k-th layer that has a low-rank part uses mask stream + k.
     """
 
     def __init__(self, factors: Sequence[Tensor], threshold: int, stream: int) -> None:

@@ -90,7 +90,7 @@ class SampledGradient:
         if dtype not in self._kernels:
             device = self._plan.indices.device
             transpose = kernels.Transpose(self._widths, dtype, device)
-            self._kernels[dtype] = transpose, kernels.SampledProducts([self._plan], dtype), sizes.TOKENS_AT_ONCE
+            self._kernels[dtype] = transpose, kernels.SampledProducts([self._plan], dtype), sizes.TOKENS_PER_TRANSPOSE
         return self._kernels[dtype]
 
     def __call__(self, x: Tensor, dy: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..method.sizes import ENTRIES_PER_CHUNK
+from ..method.sizes import ENTRIES_PER_CHUNK, samples_by_row
 
 
 class SamplingPlan(NamedTuple):
@@ -34,13 +34,9 @@ class SamplingPlan(NamedTuple):
 
 
 def make_sampling_plan(indices: Tensor, shape: tuple[int, int]) -> SamplingPlan:
-    """Plan of a support of a (c, b) layer. Waits for the device once.
-
-    Chunks share a feature of the larger side: its operand is streamed, and that of the smaller side gathered, which
-    then fits into the L2 cache.
-    """
+    """Plan of a support of a (c, b) layer. Waits for the device once."""
     c, b = shape
-    by_row = c >= b
+    by_row = samples_by_row(c, b)
     flat = indices.long()
     order = None
     if by_row:

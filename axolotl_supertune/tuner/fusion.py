@@ -143,7 +143,7 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     if mlp is None or has_hooks(gate) or has_hooks(up) or has_hooks(down):
         return type(self).forward(self, x)
     if mlp.persistent:
-        gate.writer.refresh(*mlp.slots)
+        gate.writer.write_for_forward(*mlp.slots)
     return mlp(x)
 
 

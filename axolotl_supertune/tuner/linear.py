@@ -33,8 +33,7 @@ from .guards import Guard
 from .layer import SupraLayer
 
 if TYPE_CHECKING:  # Triton may be absent
-    from ..ops.fused import Group
-    from ..ops.fused import Layer as KernelLayer
+    from ..ops.fused import Group, KernelLayer
     from ..ops.gathered_weight import Gathered
     from ..ops.inplace_weight import BatchedWriter, WeightSlot
 
@@ -176,7 +175,7 @@ class SupraLinear(nn.Module, SupraLayer):
         layer = self.unwritten_kernel_layer(x)
         if layer is not None and layer.slot.persistent:
             assert self.writer is not None
-            self.writer.refresh(layer.slot)  # type: ignore[arg-type] # a persistent one is a WeightSlot
+            self.writer.write_for_forward(layer.slot)  # type: ignore[arg-type] # a persistent one is a WeightSlot
         return layer
 
     def unwritten_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
@@ -271,17 +270,18 @@ class SupraLinear(nn.Module, SupraLayer):
             return None
         if not takes_kernels(x, base.weight, sparse, low_rank, layer=self.layer_name):
             return None
-        from ..ops.fused import Layer
+        from ..ops.fused import KernelLayer
 
         dtype = compute_dtype(x, base.weight)
         dropout = low_rank[0].dropout if low_rank else 0.0
         if not sharded:
-            return Layer(self._written_slot(names, sparse, low_rank, dtype), base.bias, dropout)
+            return KernelLayer(self._written_slot(names, sparse, low_rank, dtype), base.bias, dropout)
         from ..ops.gathered_weight import GatheredSlot
 
         indices = sparse[0].indices if sparse else None
         scaling = low_rank[0].scaling if low_rank else 1.0
-        return Layer(GatheredSlot(partial(self._gathered, tuple(names)), indices, scaling, dtype), base.bias, dropout)
+        slot = GatheredSlot(partial(self._gathered, tuple(names)), indices, scaling, dtype)
+        return KernelLayer(slot, base.bias, dropout)
 
     def _check_written_before_sharding(self) -> None:
         """Refuse a layer that was sharded with U in its weight: the shards cannot be restored."""
@@ -328,7 +328,7 @@ class SupraLinear(nn.Module, SupraLayer):
     def get_base_layer(self) -> Any:
         """The base layer with W restored. It stays W until this layer's next forward."""
         if self.writer is not None:
-            self.writer.forget_batches()
+            self.writer.forget_groups()
         return super().get_base_layer()
 
     def restore(self) -> None:

@@ -68,7 +68,7 @@ class SharedInput:
         if group is None:
             return None
         if group.persistent:
-            layer.writer.refresh(*group.slots)  # type: ignore[union-attr] # share_work gave it one
+            layer.writer.write_for_forward(*group.slots)  # type: ignore[union-attr] # share_work gave it one
         y, *others = group(x)
         self._computed_by, self._kind = group, x.device.type
         self._x, self._key, self._outputs = x, _key(x, self._kind), dict(enumerate(others, start=1))

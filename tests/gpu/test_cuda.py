@@ -11,8 +11,9 @@ from torch import nn
 from axolotl_supertune import SupraConfig, calibrate
 from axolotl_supertune.method.cuda_memory import PeakMemory
 from axolotl_supertune.method.scores import magnitude_score, wanda_score
+from axolotl_supertune.method.sizes import KERNELS_VARIABLE
 from axolotl_supertune.method.support import select_support
-from axolotl_supertune.ops import LowRank, Sparse, dispatch, effective_weight, sparse_linear
+from axolotl_supertune.ops import LowRank, Sparse, effective_weight, sparse_linear
 
 
 @pytest.mark.parametrize("direction", ["bottom", "top", "hybrid"])
@@ -149,6 +150,6 @@ def test_a_super_merge_writes_the_bits_that_training_used(dtype, tiny_llama, ids
     assert torch.equal(merged.model.layers[0].mlp.down_proj.weight, trained)
     # The kernels' SiLU and torch's differ in fp32's last bit.
     torch.testing.assert_close(merged(ids).logits, before, rtol=1e-5, atol=1e-6)
-    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    monkeypatch.setenv(KERNELS_VARIABLE, "reference")
     plain = PeftModel.from_pretrained(tiny_llama(dtype=dtype).cuda(), tmp_path)
     assert torch.equal(merged(ids).logits, plain(ids).logits)

@@ -26,6 +26,7 @@ from peft import get_peft_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axolotl_supertune import SupraConfig
+from axolotl_supertune.method.sizes import KERNELS_VARIABLE
 from axolotl_supertune.ops import dispatch, effective_weight, kernels
 from axolotl_supertune.ops.fused import GatedMLP, Group, gated_mlp, linear_group
 from axolotl_supertune.ops.operands import mask_seed
@@ -298,7 +299,7 @@ def test_model_equals_the_reference_path(make, gpu_ids, monkeypatch, supra_lambd
     model = make(torch.float32, supra_lambda=supra_lambda)
     found = step(model, gpu_ids)
     assert all(layer._slots for layer in supra_layers(model).values())
-    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    monkeypatch.setenv(KERNELS_VARIABLE, "reference")
     twin = make(torch.float32, supra_lambda=supra_lambda)
     assert_close(found, step(twin, gpu_ids), 1e-4)
 
@@ -357,7 +358,7 @@ def test_base_bits_are_restored_after_training(make, gpu_ids, tiny_llama, dtype)
 def test_a_step_of_the_optimizer_is_seen_by_the_next_forward(make, gpu_ids, monkeypatch, fused_step):
     results = []
     for by in ("auto", "reference"):
-        monkeypatch.setenv(dispatch.VARIABLE, by)
+        monkeypatch.setenv(KERNELS_VARIABLE, by)
         model = make(torch.float32)
         optimizer = torch.optim.AdamW(trained(model), lr=1e-2, fused=fused_step, foreach=False)
         for _ in range(3):
@@ -474,7 +475,7 @@ def test_gated_mlp_keeps_less_than_the_reference(monkeypatch, supra_lambda):
     """Two activations of the intermediate size instead of four or more."""
     kept = {}
     for by in ("auto", "reference"):
-        monkeypatch.setenv(dispatch.VARIABLE, by)
+        monkeypatch.setenv(KERNELS_VARIABLE, by)
         torch.manual_seed(0)
         block = Block(B, INNER, device="cuda", dtype=torch.bfloat16)
         names = ["gate_proj", "up_proj", "down_proj"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from axolotl_supertune.ops.fused import GatedMLP, Group, Layer, gated_mlp, linear_group
+from axolotl_supertune.ops.fused import GatedMLP, Group, KernelLayer, gated_mlp, linear_group
 from axolotl_supertune.ops.inplace_weight import BatchedWriter, WeightSlot
 from axolotl_supertune.ops.sampling_plan import few_columns, make_sampling_plan
 
@@ -19,7 +19,7 @@ def make_slot(c, b, columns, seed):
     slot = WeightSlot(weight, values, indices, None, None, 1.0, torch.float32)
     writer = BatchedWriter()
     writer.add(slot)
-    writer.refresh(slot)
+    writer.write_for_forward(slot)
     return slot
 
 
@@ -30,8 +30,8 @@ def on_support(gradient, slot):
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_group_keeps_the_columns_of_all_its_supports(tokens):
     slots = [make_slot(c, 40, columns, c) for c, columns in ((48, [3, 7]), (16, [7, 39]), (70, [0, 3]))]
-    group = Group([Layer(slot) for slot in slots])
-    assert group.sampling.columns.tolist() == [0, 3, 7, 39]
+    group = Group([KernelLayer(slot) for slot in slots])
+    assert group.support_gradient.columns.tolist() == [0, 3, 7, 39]
     x = torch.randn(2, tokens, 40, requires_grad=True)
     outputs = linear_group(x, group)
     kept = [tensor for tensor in outputs[0].grad_fn.saved_tensors if tensor is not None]
@@ -49,8 +49,8 @@ def test_a_group_keeps_the_columns_of_all_its_supports(tokens):
 
 def test_a_gated_mlp_with_few_columns():
     gate, up, down = make_slot(32, 40, [1, 2], 0), make_slot(32, 40, [2, 9], 1), make_slot(40, 32, [0, 5], 2)
-    mlp = GatedMLP(Layer(gate), Layer(up), Layer(down))
-    assert mlp.gate_up.sampling.columns.tolist() == [1, 2, 9]
+    mlp = GatedMLP(KernelLayer(gate), KernelLayer(up), KernelLayer(down))
+    assert mlp.gate_up.support_gradient.columns.tolist() == [1, 2, 9]
     x = torch.randn(2, 9, 40, requires_grad=True)
     y = gated_mlp(x, mlp)
     dy = torch.randn_like(y)

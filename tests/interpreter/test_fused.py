@@ -144,7 +144,7 @@ def test_long_inputs_are_taken_a_piece_at_a_time(monkeypatch, kind):
     cases, x = group_cases(kind), draw(150, B).requires_grad_()
     expected = reference(cases, x)
     assert_close(run_group(cases, x), expected, TOLERANCE)
-    monkeypatch.setattr(sizes, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(sizes, "TOKENS_PER_TRANSPOSE", 64)
     assert_close(run_group(cases, x), expected, TOLERANCE)
 
 
@@ -301,7 +301,7 @@ def test_gated_mlp_wider_than_its_intermediate():
 @pytest.mark.parametrize("kind", ["sl", "s", "gate has no support"])
 def test_gated_mlp_of_a_long_input(monkeypatch, kind):
     cases, x = mlp_cases(kind), draw(150, B).requires_grad_()
-    monkeypatch.setattr(sizes, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(sizes, "TOKENS_PER_TRANSPOSE", 64)
     assert_close(run_mlp(cases, x), exact_mlp(cases, x), TOLERANCE)
 
 
@@ -425,7 +425,7 @@ def test_entry_writes_what_a_merge_would_and_restores_the_very_bits(kind, dtype)
     for _ in range(2):
         slot.restore()
         assert torch.equal(slot.weight, case.weight)
-    slot.ensure()
+    slot.ensure_written()
     assert torch.equal(slot.weight, effective_weight(case.weight, case.sparse()))
 
 
@@ -434,7 +434,7 @@ def test_entry_restores_bits_that_no_subtraction_would_give():
     weight = torch.tensor([[1e-8, 1.0], [-0.0, 3.0]])
     values, indices = torch.full((3,), 1e8), torch.tensor([0, 1, 2], dtype=torch.int32)
     slot = WeightSlot(weight.clone(), values, indices, None, None, 1.0, torch.float32)
-    BatchedWriter().refresh(slot)
+    BatchedWriter().write_for_forward(slot)
     assert slot.weight[0, 1] == 1e8
     slot.restore()
     assert torch.equal(slot.weight, weight)
@@ -450,7 +450,7 @@ def test_sweep_sees_values_changed_behind_the_version_counters():
             for leaf in case.trained().values():
                 leaf.data.add_(0.1)
         for case, slot in zip(cases, slots, strict=True):
-            writer.refresh(slot)
+            writer.write_for_forward(slot)
             assert torch.equal(slot.weight, effective_weight(case.weight, case.sparse())), step
             rank = case.R.shape[0]
             assert torch.equal(slot.packed[1][:rank], case.R)
@@ -470,7 +470,7 @@ def test_sweep_writes_layers_of_different_kinds():
         for leaf in case.trained().values():
             leaf.data.mul_(2)
     for case, slot in zip(cases, slots, strict=True):
-        writer.refresh(slot)
+        writer.write_for_forward(slot)
         assert torch.equal(slot.weight, effective_weight(case.weight, case.sparse()))
 
 
@@ -478,8 +478,8 @@ def test_an_entry_that_is_gone_is_not_written_again():
     writer = BatchedWriter()
     keep = in_place(make_case(7, B, "s", count=6), writer)
     in_place(make_case(7, B, "s", seed=1, count=6), writer)
-    writer.refresh(keep)
-    writer.refresh(keep)
+    writer.write_for_forward(keep)
+    writer.write_for_forward(keep)
     assert len(writer._slots) == 1
 
 
@@ -487,7 +487,7 @@ def test_first_write_is_heard_by_whoever_kept_the_weight():
     case = make_case(7, B, "s", count=6)
     weight, x = case.weight, draw(9, B).requires_grad_()
     y = F.linear(x, weight)
-    BatchedWriter().refresh(WeightSlot(weight, case.values, case.indices, None, None, 1.0, torch.float32))
+    BatchedWriter().write_for_forward(WeightSlot(weight, case.values, case.indices, None, None, 1.0, torch.float32))
     with pytest.raises(RuntimeError, match="inplace operation"):
         y.sum().backward()
 
@@ -500,7 +500,7 @@ def test_a_weight_put_in_the_place_of_the_written_one_is_not_touched():
     slot.weight.data = other.clone()
     slot.restore()
     assert torch.equal(slot.weight, other)
-    writer.refresh(slot)
+    writer.write_for_forward(slot)
     assert torch.equal(slot.weight, effective_weight(other, case.sparse()))
     slot.restore()
     assert torch.equal(slot.weight, other)
@@ -531,7 +531,7 @@ def test_values_changed_before_the_backward_are_noticed_whatever_else_happened(b
         layer.slot.restore()
     changed(case)
     if between == "another forward":
-        writer.refresh(layer.slot)
+        writer.write_for_forward(layer.slot)
         linear_group(x, group)
     with pytest.raises(RuntimeError, match="call backward"):
         y.sum().backward()
@@ -581,7 +581,7 @@ def test_gated_mlp_of_supports_that_touch_few_columns(monkeypatch):
     saved, y = saved_by(lambda: gated_mlp(x, mlp))
     assert sum(tensor.numel() for tensor in saved) == 150 * (2 + 2 * INNER)
     assert_close(gradients([y], x, cases), expected, TOLERANCE)
-    monkeypatch.setattr(sizes, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(sizes, "TOKENS_PER_TRANSPOSE", 64)
     assert_close(run_mlp(cases, x), expected, TOLERANCE)
 
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import dispatch, sparse_linear
+from axolotl_supertune.method.sizes import KERNELS_VARIABLE
+from axolotl_supertune.ops import sparse_linear
 from axolotl_supertune.ops.kernels import Swiglu
 from axolotl_supertune.ops.recomputed_weight import BlockGradient
 from axolotl_supertune.tuner import SupraLayer, SupraLinear
@@ -65,7 +66,7 @@ def dense(monkeypatch, ids):
 
     def dense(model):
         with monkeypatch.context() as patch:
-            patch.setenv(dispatch.VARIABLE, "reference")
+            patch.setenv(KERNELS_VARIABLE, "reference")
             patch.setattr(
                 SupraLinear,
                 "computed",
@@ -100,7 +101,7 @@ def test_gathered_layers_compute_as_dense_ones(
     model, _ = make(tiny_llama, supra_lambda, checkpointing)
     state = {name: each.clone() for name, each in model.state_dict().items()}
     loss, exact = dense(model)
-    monkeypatch.setenv(dispatch.VARIABLE, asked)
+    monkeypatch.setenv(KERNELS_VARIABLE, asked)
     model, layers = make(tiny_llama, supra_lambda, checkpointing)
     model.load_state_dict(state)
     shard(model, mesh, units, reshard)
@@ -129,7 +130,7 @@ def test_gathered_layers_compute_as_dense_ones(
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 def test_a_failure_leaves_the_gathered_weights_as_they_were(tiny_llama, mesh, monkeypatch, ids, fails):
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     torch.manual_seed(0)
     model, _ = make(tiny_llama)
     state = {name: each.clone() for name, each in model.state_dict().items()}
@@ -161,13 +162,13 @@ def test_adapters_take_turns_in_gathered_weights(tiny_llama, mesh, monkeypatch, 
     model.add_adapter("other", SupraConfig(task_type="CAUSAL_LM", mask_score="magnitude", r0=1, supra_lambda=0.0,
                                            sparse_direction="top", init_weights=False))  # fmt: skip
     model.eval().requires_grad_(False)
-    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    monkeypatch.setenv(KERNELS_VARIABLE, "reference")
     expected = {}
     for name in ("default", "other"):
         model.set_adapter(name, inference_mode=True)
         expected[name] = model(ids).logits
     shard(model, mesh)
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     made = {}
     for name in ("default", "other", "default", "other"):
         model.set_adapter(name, inference_mode=True)
@@ -187,7 +188,7 @@ def with_another(tiny_llama):
 
 @pytest.mark.parametrize("switch", ["another", "off"])
 def test_a_switch_between_siblings_is_heeded(tiny_llama, mesh, monkeypatch, ids, switch):
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     model, _ = with_another(tiny_llama)
     shard(model.eval(), mesh, reshard=False)
     x = torch.randn(1, 5, TINY["hidden_size"])
@@ -205,7 +206,7 @@ def test_a_switch_between_siblings_is_heeded(tiny_llama, mesh, monkeypatch, ids,
 
 
 def test_a_backward_after_its_adapter_was_deleted_is_refused(tiny_llama, mesh, monkeypatch, ids):
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     model, _ = with_another(tiny_llama)
     shard(model, mesh, reshard=False)
     loss = model(input_ids=ids, labels=ids).loss
@@ -223,7 +224,7 @@ def test_layers_whose_weights_fsdp_ignores_compute_as_dense_ones(
     model, layers = make(tiny_llama)
     state = {name: each.clone() for name, each in model.state_dict().items()}
     loss, exact = dense(model)
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     model, layers = make(tiny_llama)
     model.load_state_dict(state)
     ignored = {layer.base_layer.weight for layer in layers if layer.layer_name.endswith(kept)}

@@ -10,7 +10,7 @@ import torch
 from peft import get_peft_model
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import dispatch
+from axolotl_supertune.method.sizes import KERNELS_VARIABLE
 from axolotl_supertune.tuner.gradient import choose_supports, sparse_layers
 
 TINY = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
@@ -22,8 +22,8 @@ def test_the_support_is_that_of_the_reference(tiny_llama, supra_lambda, monkeypa
     ids = torch.randint(0, 97, (2, 5), generator=torch.Generator().manual_seed(7))
     chosen = []
     for kind in ("reference", "triton"):
-        monkeypatch.setenv(dispatch.VARIABLE, kind)
-        assert os.environ[dispatch.VARIABLE] == kind
+        monkeypatch.setenv(KERNELS_VARIABLE, kind)
+        assert os.environ[KERNELS_VARIABLE] == kind
         torch.manual_seed(0)
         knobs = {"mask_score": "gradient", "sparse_direction": "top", "r0": 2, "lora_dropout": 0.0}
         model = get_peft_model(tiny_llama(**TINY), SupraConfig(supra_lambda=supra_lambda, **knobs)).train()

@@ -16,7 +16,8 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import dispatch, effective_weight, sparse_linear
+from axolotl_supertune.method.sizes import KERNELS_VARIABLE
+from axolotl_supertune.ops import effective_weight, sparse_linear
 from axolotl_supertune.tuner import SupraLinear
 
 # One layer with few enough entries in its supports that the interpreter computes a step in a second.
@@ -36,12 +37,12 @@ def plain(tiny_llama):
 
 @contextmanager
 def computed_by(kind):
-    before = os.environ[dispatch.VARIABLE]
-    os.environ[dispatch.VARIABLE] = kind
+    before = os.environ[KERNELS_VARIABLE]
+    os.environ[KERNELS_VARIABLE] = kind
     try:
         yield
     finally:
-        os.environ[dispatch.VARIABLE] = before
+        os.environ[KERNELS_VARIABLE] = before
 
 
 def config(**changes):

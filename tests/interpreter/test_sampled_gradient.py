@@ -12,6 +12,7 @@ from torch import nn
 
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.method import sizes
+from axolotl_supertune.method.sizes import KERNELS_VARIABLE
 from axolotl_supertune.ops import Sparse, dispatch
 from axolotl_supertune.ops.recomputed_weight import BlockGradient, SampledGradient, recomputed_weight_linear
 
@@ -43,7 +44,7 @@ def test_sums_in_fp32_whatever_the_operands(dtype):
 
 
 def test_long_inputs_are_taken_a_piece_at_a_time(monkeypatch):
-    monkeypatch.setattr(sizes, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(sizes, "TOKENS_PER_TRANSPOSE", 64)
     indices = make_support(16, 9, 40)
     x, dy = operands(16, 9, 150)
     found = SampledGradient(indices, (16, 9))(x, dy)
@@ -89,7 +90,7 @@ def test_a_quantized_layer_takes_them_alone(kind, supra_lambda, monkeypatch):
     leaves = [x, *(each for each in layer.parameters() if each.requires_grad)]
     found = []
     for asked, gradient in (("triton", SampledGradient), ("reference", BlockGradient)):
-        monkeypatch.setenv(dispatch.VARIABLE, asked)
+        monkeypatch.setenv(KERNELS_VARIABLE, asked)
         y = layer(x)
         found.append([y, *torch.autograd.grad(y, leaves, dy)])
         assert type(layer._gradients["default"][1]) is gradient

@@ -12,7 +12,8 @@ from peft import get_peft_model
 from torch import nn
 
 from axolotl_supertune import SupraConfig
-from axolotl_supertune.ops import dispatch, inplace_weight, sampling_plan, write_kernels
+from axolotl_supertune.method.sizes import KERNELS_VARIABLE
+from axolotl_supertune.ops import inplace_weight, sampling_plan, write_kernels
 from axolotl_supertune.tuner import SupraLinear
 
 TINY = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
@@ -40,7 +41,7 @@ def logits(model, ids, monkeypatch):
 
     def logits(by="triton"):
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setenv(dispatch.VARIABLE, by)
+            patch.setenv(KERNELS_VARIABLE, by)
             return model(ids).logits
 
     return logits
@@ -79,7 +80,7 @@ def test_a_switch_is_a_launch_each_way_and_makes_nothing_anew(used, logits, monk
         note(write_kernels, name)
     note(sampling_plan, "make_sampling_plan")
     note(inplace_weight.WeightSlot, "__init__")
-    note(inplace_weight.WeightSlot, "_write_single")
+    note(inplace_weight.WeightSlot, "write_single")
     for name in NAMES * 2:
         calls.clear()
         switched(used, name)

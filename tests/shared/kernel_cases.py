@@ -92,14 +92,14 @@ def make_case(
 
 def kernel_layer(case, *, dtype=None, dropout=0.0, writer=None):
     """The layer as `fused` takes it, written into a copy of its weight."""
-    from axolotl_supertune.ops.fused import Layer
+    from axolotl_supertune.ops.fused import KernelLayer
     from axolotl_supertune.ops.inplace_weight import BatchedWriter, WeightSlot
 
     weight = case.weight.clone()
     writer = writer or BatchedWriter()
     slot = WeightSlot(weight, case.values, case.indices, case.L, case.R, case.scaling, dtype or weight.dtype)
-    writer.refresh(writer.add(slot))
-    return Layer(slot, case.bias, dropout)
+    writer.write_for_forward(writer.add(slot))
+    return KernelLayer(slot, case.bias, dropout)
 
 
 def dense_linear(x, case, kept=None, probability=0.0):

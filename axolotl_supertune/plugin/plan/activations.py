@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...method.budget import BudgetRow
-from ...method.sizes import GATED_MLP, TOKENS_AT_ONCE, padded_rank
+from ...method.sizes import GATED_MLP, TOKENS_PER_TRANSPOSE, padded_rank
 from .workload import Shape, Step
 
 ATTENTION_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "W_pack"})
@@ -124,17 +124,17 @@ def _kept_by_mlp(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
 def _block_backward(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
     """Bytes that the backward of one block needs beside what was kept: those of the MLP, where it is widest."""
     w, hidden, inner, tokens = step.width, shape.hidden, shape.intermediate, step.tokens
-    at_once = min(tokens, TOKENS_AT_ONCE)
+    transposed = min(tokens, TOKENS_PER_TRANSPOSE)
     if _mlp_is_fused(rows, step):
         # Gradients of the output, the product, gate and up; transposed copies of the last three, a piece at a time.
-        return w * (tokens * (hidden + 3 * inner) + 3 * inner * at_once)
+        return w * (tokens * (hidden + 3 * inner) + 3 * inner * transposed)
     gradients = w * tokens * (hidden + inner)  # of the output and the product; eager code then has two more for one
     following = [float(w * tokens * inner)]
     if step.base != "plain" or not step.fused:
         following.append(shape.widest * w)  # the dequantized or the effective weight
     if any(row.budget.sparse_count for row in rows):
         # The reference makes the whole gradient of W in fp32; sampled products read transposed copies.
-        following.append(4.0 * shape.widest if step.layers == "reference" else w * at_once * (hidden + inner))
+        following.append(4.0 * shape.widest if step.layers == "reference" else w * transposed * (hidden + inner))
     if any(row.budget.rank for row in rows) and not step.fused:
         wide = inner if any(row.kind in MLP_OUTPUTS for row in rows) else hidden
         # What passes through L and R, in fp32, with its sum; dropout draws its mask again, on ones.
