@@ -17,6 +17,7 @@ from axolotl_supertune.engines import engine_of
 from axolotl_supertune.method.budget import budget_rows, layer_budget
 from axolotl_supertune.method.calibration import default_layers
 from axolotl_supertune.method.sizes import DENSE_BYTES
+from axolotl_supertune.method.support import index_dtype
 from axolotl_supertune.ops.recomputed_weight import BlockGradient
 from axolotl_supertune.plugin.plan.activations import activation_bytes
 from axolotl_supertune.plugin.plan.from_yaml import CHECKED, shape_of
@@ -25,6 +26,7 @@ from axolotl_supertune.plugin.plan.memory import (
     OPTIMIZERS,
     base_bytes,
     estimate,
+    index_bytes,
 )
 from axolotl_supertune.plugin.plan.workload import Calibration, GradientPass, Step
 from axolotl_supertune.tuner import SupraLayer
@@ -206,8 +208,15 @@ def test_bitsandbytes_keeps_what_is_estimated(base, llama_8b):
         inner = state.state2.absmax.nbytes if base == "nf4-double" else 0
         size = quantized.nbytes + state.absmax.nbytes + inner
     shape, _ = llama_8b
-    one = dataclasses.replace(shape, linear=weight.numel(), linear_rows=1024, embeddings=0, other=0)
+    one = dataclasses.replace(shape, linear=weight.numel(), linear_out_features=1024, embeddings=0, other=0)
     assert size == pytest.approx(base_bytes(one, Step(1, 1, base=base)), rel=0.001)
+
+
+@pytest.mark.parametrize(("size", "width"), [(2**31, 4), (2**31 + 2**16, 8)])
+def test_indices_are_counted_in_the_dtype_that_they_have(size, width):
+    rows = rows_of({"layer": (2**16, size // 2**16)}, 0.0, r0=1)
+    assert index_bytes(rows, Step(1, 1, layers="reference")) == width * rows[0].budget.sparse_count
+    assert index_dtype(size).itemsize == width
 
 
 def test_unknown_optimizers_are_named(llama_8b):
@@ -268,7 +277,7 @@ def test_calibration_under_zero_3_gathers_a_block_or_the_embeddings(llama_8b):
 def test_what_saves_memory_saves_it(llama_8b):
     shape, sizes = llama_8b
     rows = rows_of(sizes, 0.8)
-    of = lambda **more: estimate(shape, rows, dataclasses.replace(STEP, rows=4, **more))  # noqa: E731
+    of = lambda **more: estimate(shape, rows, dataclasses.replace(STEP, sequences=4, **more))  # noqa: E731
     plain = of().training
     assert of(checkpointing="blocks").training < plain
     assert of(checkpointing="offloaded").training < of(checkpointing="blocks").training
@@ -291,13 +300,13 @@ def test_what_saves_memory_saves_it(llama_8b):
 def test_an_evaluation_of_larger_batches_can_be_the_peak(tiny_llama, llama_8b):
     shape, sizes = llama_8b
     rows = rows_of(sizes, 0.8)
-    of = lambda count: estimate(shape, rows, dataclasses.replace(STEP, evaluated_rows=count))  # noqa: E731
+    of = lambda count: estimate(shape, rows, dataclasses.replace(STEP, evaluated_sequences=count))  # noqa: E731
     assert of(1).training == of(0).training
     assert of(32).moment == "evaluation"
     small_shape, small_rows, step, known, loss = small(tiny_llama, vocabulary=8192, dtype=torch.bfloat16)
     with Allocated(known) as allocated, torch.no_grad():
         loss()
-    step = dataclasses.replace(step, rows=1, length=step.tokens, evaluated_rows=1)
+    step = dataclasses.replace(step, sequences=1, length=step.tokens, evaluated_sequences=1)
     found = estimate(small_shape, small_rows, step)
     fixed = sum(found.parts.get(name, 0) for name in ("base weights", "adapter", "workspace"))
     assert allocated.peak == pytest.approx(found.moments["evaluation"] - fixed, rel=0.1)

@@ -375,21 +375,21 @@ def planned_step(mapping, **options):
 
 def test_the_step_of_a_config(large, monkeypatch):
     step = planned_step(large(LLAMA_70B, micro_batch_size=4, sequence_len=512))
-    assert (step.rows, step.length, step.attention, step.width) == (4, 512, "masked", 2)
+    assert (step.sequences, step.length, step.attention, step.width) == (4, 512, "masked", 2)
     assert (step.base, step.checkpointing, step.loss, step.layers) == ("plain", "none", "transformers", "kernels")
-    assert step.evaluated_rows == 0
+    assert step.evaluated_sequences == 0
     assert planned_step(large(LLAMA_70B, sequence_len=512), tokens=100).length == 128
     assert planned_step(large(LLAMA_70B, sequence_len=512, pad_to_sequence_len=False), tokens=100).length == 100
     assert planned_step(large(LLAMA_70B, sequence_len=500, pad_to_sequence_len=True), tokens=100).length == 512
     assert planned_step(large(LLAMA_70B, sequence_len=500, pad_to_multiple_of=48)).length == 528
     evaluates = {"val_set_size": 0.1, "micro_batch_size": 2}
-    assert planned_step(large(LLAMA_70B, **evaluates)).evaluated_rows == 2
-    assert planned_step(large(LLAMA_70B, **evaluates, eval_batch_size=8)).evaluated_rows == 8
+    assert planned_step(large(LLAMA_70B, **evaluates)).evaluated_sequences == 2
+    assert planned_step(large(LLAMA_70B, **evaluates, eval_batch_size=8)).evaluated_sequences == 8
     packed = {"sample_packing": True, "micro_batch_size": 2, "sequence_len": 512, "eval_sample_packing": False}
     step = planned_step(large(LLAMA_70B, **packed), tokens=100)
-    assert (step.rows, step.length, step.attention) == (2, 512, "repeated")
+    assert (step.sequences, step.length, step.attention) == (2, 512, "repeated")
     step = planned_step(large(LLAMA_70B, **packed, attn_implementation="flex_attention"))
-    assert (step.rows, step.length, step.attention) == (1, 1024, "flash")
+    assert (step.sequences, step.length, step.attention) == (1, 1024, "flash")
     assert planned_step(large(LLAMA_70B, gradient_checkpointing=True)).checkpointing == "blocks"
     step = planned_step(large(LLAMA_70B, load_in_4bit=True))
     assert (step.base, step.layers) == ("nf4-double", "recomputed")  # refused or not
@@ -446,6 +446,15 @@ def test_help_waits_for_no_torch():
     modules = "axolotl_supertune.commands.cli, axolotl_supertune.plugin.plan.plan"
     code = f"import sys, {modules}; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_keys_of_the_json_are_those_that_programs_read(large):
+    made = plan.make(large(LLAMA_70B, micro_batch_size=4, sequence_len=512, mask_score="wanda"))
+    memory = as_json(made)["memory"]
+    assert memory["step"]["rows"] == 4
+    assert memory["step"]["evaluated_rows"] == 0
+    assert memory["shape"]["linear_rows"] == made.job.shape.linear_out_features
+    assert memory["calibration"]["rows"] == made.job.calibration.sequences
 
 
 def test_a_choice_by_gradient_is_planned(large):

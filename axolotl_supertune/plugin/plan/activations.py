@@ -35,16 +35,16 @@ class Activations(NamedTuple):
     backward: float
 
 
-def activation_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> Activations:
+def activation_bytes(shape: Shape, budgets: Sequence[BudgetRow], step: Step) -> Activations:
     """The activations of a step with adapters of these budgets."""
     hidden_states = step.tokens * shape.hidden
-    block = step.tokens * _kept_per_token(shape, rows, step)
+    block = step.tokens * _kept_per_token(shape, budgets, step)
     checkpoint = {"none": block, "blocks": hidden_states * step.width, "offloaded": 0}[step.checkpointing]
     # The final norm keeps its input, in fp32 or, if it is Liger's, in its own dtype. Without checkpointing the first
     # norm keeps none: its input needs no gradient.
     final_norm = hidden_states * (step.width if step.thin_norms else 4) if step.checkpointing != "none" else 0
-    mask = step.rows * step.length**2 if step.attention == "masked" else 0  # bool, shared by all blocks
-    return Activations(shape.blocks * checkpoint + final_norm + mask, block, _block_backward(shape, rows, step))
+    mask = step.sequences * step.length**2 if step.attention == "masked" else 0  # bool, shared by all blocks
+    return Activations(shape.blocks * checkpoint + final_norm + mask, block, _block_backward(shape, budgets, step))
 
 
 def loss_bytes(shape: Shape, step: Step) -> float:
@@ -69,26 +69,26 @@ def loss_bytes(shape: Shape, step: Step) -> float:
 
 def evaluated_bytes(shape: Shape, step: Step) -> float:
     """The logits of an evaluation, their fp32 copy and log-softmax, of which none is kept for a backward."""
-    tokens = step.evaluated_rows * step.length
+    tokens = step.evaluated_sequences * step.length
     if step.loss == "fused":
-        return loss_bytes(shape, replace(step, rows=step.evaluated_rows))
+        return loss_bytes(shape, replace(step, sequences=step.evaluated_sequences))
     return float(tokens * shape.vocabulary * (8 + (step.width if step.width < 4 else 0)))
 
 
-def _kept_per_token(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
+def _kept_per_token(shape: Shape, budgets: Sequence[BudgetRow], step: Step) -> float:
     """Bytes that one block keeps for its backward, for each token."""
-    kinds = {row.kind for row in rows}
+    kinds = {row.kind for row in budgets}
     kept = _kept_by_norms(shape, step)
     # An adapted layer keeps its input; layers that read one input keep it once.
     kept += step.width * shape.hidden * (bool(kinds & ATTENTION_INPUTS) + bool(kinds & MLP_INPUTS))
     kept += _kept_by_attention(shape, step)
-    kept += _kept_by_mlp(shape, rows, step)
+    kept += _kept_by_mlp(shape, budgets, step)
     if step.fused:
         # The inner product of the low-rank part, of padded rank.
-        kept += sum(row.layers * padded_rank(row.budget.rank) for row in rows) * step.width / shape.blocks
+        kept += sum(row.layers * padded_rank(row.budget.rank) for row in budgets) * step.width / shape.blocks
     # Layers of other names: each has an input of its own.
     known = ATTENTION_INPUTS | ATTENTION_OUTPUTS | MLP_INPUTS | MLP_OUTPUTS
-    others = sum(row.layers * row.budget.in_features * step.width for row in rows if row.kind not in known)
+    others = sum(row.layers * row.budget.in_features * step.width for row in budgets if row.kind not in known)
     return kept + others / shape.blocks
 
 
@@ -112,36 +112,36 @@ def _kept_by_attention(shape: Shape, step: Step) -> float:
     return float(kept)
 
 
-def _kept_by_mlp(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
+def _kept_by_mlp(shape: Shape, budgets: Sequence[BudgetRow], step: Step) -> float:
     """gate and up; eager code also silu(gate), and the product if down is adapted."""
     tensors = 2
-    if not _mlp_is_fused(rows, step):
-        adapts_down = any(row.kind in MLP_OUTPUTS for row in rows)
+    if not _mlp_is_fused(budgets, step):
+        adapts_down = any(row.kind in MLP_OUTPUTS for row in budgets)
         tensors = (2 if step.mlp == "liger" else 3) + adapts_down
     return float(step.width * shape.intermediate * tensors)
 
 
-def _block_backward(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
+def _block_backward(shape: Shape, budgets: Sequence[BudgetRow], step: Step) -> float:
     """Bytes that the backward of one block needs beside what was kept: those of the MLP, where it is widest."""
     w, hidden, inner, tokens = step.width, shape.hidden, shape.intermediate, step.tokens
     transposed = min(tokens, TOKENS_PER_TRANSPOSE)
-    if _mlp_is_fused(rows, step):
+    if _mlp_is_fused(budgets, step):
         # Gradients of the output, the product, gate and up; transposed copies of the last three, a piece at a time.
         return w * (tokens * (hidden + 3 * inner) + 3 * inner * transposed)
     gradients = w * tokens * (hidden + inner)  # of the output and the product; eager code then has two more for one
     following = [float(w * tokens * inner)]
     if step.base != "plain" or not step.fused:
         following.append(shape.widest * w)  # the dequantized or the effective weight
-    if any(row.budget.sparse_count for row in rows):
+    if any(row.budget.sparse_count for row in budgets):
         # The reference makes the whole gradient of W in fp32; sampled products read transposed copies.
         following.append(4.0 * shape.widest if step.layers == "reference" else w * transposed * (hidden + inner))
-    if any(row.budget.rank for row in rows) and not step.fused:
-        wide = inner if any(row.kind in MLP_OUTPUTS for row in rows) else hidden
+    if any(row.budget.rank for row in budgets) and not step.fused:
+        wide = inner if any(row.kind in MLP_OUTPUTS for row in budgets) else hidden
         # What passes through L and R, in fp32, with its sum; dropout draws its mask again, on ones.
         following.append(tokens * wide * (16 if step.dropout else 8))
     return gradients + max(following)
 
 
-def _mlp_is_fused(rows: Sequence[BudgetRow], step: Step) -> bool:
+def _mlp_is_fused(budgets: Sequence[BudgetRow], step: Step) -> bool:
     """Whether the kernels compute the MLP as one function: it is Llama's, and all three layers are adapted."""
-    return step.fused and step.mlp == "plain" and {row.kind for row in rows} >= set(GATED_MLP)
+    return step.fused and step.mlp == "plain" and {row.kind for row in budgets} >= set(GATED_MLP)

@@ -92,7 +92,7 @@ def shape_of(model: "nn.Module", text: Any, saved_modules: list[str]) -> Shape:
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
         linear=in_linear,
-        linear_rows=sum(layer.out_features for layer in linear),
+        linear_out_features=sum(layer.out_features for layer in linear),
         embeddings=in_tables,
         other=sum(parameter.numel() for parameter in model.parameters()) - in_linear - in_tables,
         widest=max(layer.weight.numel() for layer in linear),
@@ -127,11 +127,11 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
     """
     from ..quantized_base import stored_format
 
-    attention, rows, length = _attention_of(cfg, shape, _length_of(cfg, tokens), notes)
+    attention, sequences, length = _attention_of(cfg, shape, _length_of(cfg, tokens), notes)
     base = stored_format(cfg)
     optimizer = cfg.get("optimizer") or "adamw_torch_fused"
     return Step(
-        rows=rows,
+        sequences=sequences,
         length=length,
         width=_width_of(cfg),
         base=base,
@@ -144,7 +144,7 @@ def step_of(cfg: Any, shape: Shape, engine: Engine, activation: str, tokens: int
         thin_norms=bool(cfg.get("liger_rms_norm")),
         optimizer=str(getattr(optimizer, "value", optimizer)),
         accumulation=cfg.get("gradient_accumulation_steps") or 1,
-        evaluated_rows=_evaluated_rows_of(cfg, rows, length),
+        evaluated_sequences=_evaluated_sequences_of(cfg, sequences, length),
     )
 
 
@@ -179,19 +179,22 @@ def _length_of(cfg: Mapping[str, Any], tokens: int | None) -> int:
 
 
 def _attention_of(cfg: Mapping[str, Any], shape: Shape, length: int, notes: list[str]) -> tuple[Attention, int, int]:
-    """What attention keeps, and the rows and tokens that it is given: some kernels take a packed batch as one row."""
-    rows = cfg.get("micro_batch_size") or 1
+    """What attention keeps, and the sequences and tokens that it is given.
+
+    Some kernels take a packed batch as one sequence.
+    """
+    sequences = cfg.get("micro_batch_size") or 1
     implementation, packs = str(cfg.get("attn_implementation") or "sdpa"), bool(cfg.get("sample_packing"))
     if implementation == "eager":
-        return "eager", rows, length
+        return "eager", sequences, length
     if implementation == "sdpa" and packs:
-        return ("repeated" if _varlen(cfg, shape) else "masked"), rows, length
-    if implementation == "sdpa" and rows > 1:
-        notes.append(f"{rows} rows of different lengths, which sdpa computes with a mask and repeated keys")
-        return "masked", rows, length
+        return ("repeated" if _varlen(cfg, shape) else "masked"), sequences, length
+    if implementation == "sdpa" and sequences > 1:
+        notes.append(f"{sequences} rows of different lengths, which sdpa computes with a mask and repeated keys")
+        return "masked", sequences, length
     if implementation != "sdpa" and packs and not cfg.get("multipack_real_batches"):
-        return "flash", 1, rows * length
-    return "flash", rows, length
+        return "flash", 1, sequences * length
+    return "flash", sequences, length
 
 
 def _varlen(cfg: Mapping[str, Any], shape: Shape) -> bool:
@@ -235,13 +238,13 @@ def _loss_of(cfg: Mapping[str, Any]) -> Loss:
     return "liger" if cfg.get("liger_cross_entropy") else "transformers"
 
 
-def _evaluated_rows_of(cfg: Mapping[str, Any], rows: int, length: int) -> int:
-    """Rows of `length` tokens in a batch of an evaluation; 0 without one."""
+def _evaluated_sequences_of(cfg: Mapping[str, Any], sequences: int, length: int) -> int:
+    """Sequences of `length` tokens in a batch of an evaluation; 0 without one."""
     if not (cfg.get("val_set_size") or cfg.get("test_datasets")):
         return 0
     evaluated = cfg.get("eval_batch_size") or cfg.get("micro_batch_size") or 1
-    if rows == 1 and cfg.get("sample_packing"):
-        return -(-evaluated * _sequence_len(cfg) // length)  # one row too
+    if sequences == 1 and cfg.get("sample_packing"):
+        return -(-evaluated * _sequence_len(cfg) // length)  # one sequence too
     return evaluated
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ...engines.engine import Engine, Weights
 from ...engines.single import ONE_PROCESS
 from ...method.budget import BudgetRow
-from ...method.sizes import DENSE_BYTES, ENTRIES_PER_CHUNK, padded_rank
+from ...method.sizes import DENSE_BYTES, ENTRIES_PER_CHUNK, fits_int32, padded_rank, samples_by_row
 from .activations import Activations, activation_bytes, evaluated_bytes, loss_bytes
 from .workload import Calibration, GradientPass, Shape, Step
 
@@ -102,7 +102,7 @@ class Estimate:
 
 def estimate(
     shape: Shape,
-    rows: Sequence[BudgetRow],
+    budgets: Sequence[BudgetRow],
     step: Step,
     engine: Engine = ONE_PROCESS,
     calibration: Calibration | None = None,
@@ -112,7 +112,7 @@ def estimate(
 
     Args:
         shape: of the base model.
-        rows: budgets, for each kind of layer.
+        budgets: one row for each kind of layer.
         step: a micro batch.
         engine: with the number of its processes.
         calibration, gradient: passes before training that choose the support.
@@ -125,10 +125,10 @@ def estimate(
             f"optimizer: {step.optimizer} keeps a state of a size that is not known here; known are "
             f"{', '.join(OPTIMIZERS)}."
         )
-    fixed = _fixed_parts(shape, rows, step, engine)
-    moments = _moments(shape, rows, step, engine)
+    fixed = _fixed_parts(shape, budgets, step, engine)
+    moments = _moments(shape, budgets, step, engine)
     if gradient is not None:
-        moments["choice of the support by gradient"] = _choice(shape, rows, step, gradient)
+        moments["choice of the support by gradient"] = _choice(shape, budgets, step, gradient)
     peaks = {moment: sum(parts.values()) + sum(fixed.values()) for moment, parts in moments.items()}
     highest = max(peaks, key=lambda moment: peaks[moment])
     parts = {name: size for name, size in {**fixed, **moments[highest]}.items() if size}
@@ -136,25 +136,26 @@ def estimate(
     return Estimate(highest, parts, peaks, before)
 
 
-def _fixed_parts(shape: Shape, rows: Sequence[BudgetRow], step: Step, engine: Engine) -> dict[str, float]:
+def _fixed_parts(shape: Shape, budgets: Sequence[BudgetRow], step: Step, engine: Engine) -> dict[str, float]:
     """What is allocated throughout training."""
-    gradients = _gradient_bytes(shape, rows, step)
+    gradients = _gradient_bytes(shape, budgets, step)
     saved_modules = shape.saved_modules * step.width
-    state = optimizer_bytes(shape, rows, step) / engine.optimizer_shards + engine.master_bytes(gradients)
+    # A gradient has the bytes of what is trained.
+    state = optimizer_bytes(shape, budgets, step) / engine.optimizer_shards + engine.master_bytes(gradients)
     return {
         "base weights": _resident_base_bytes(shape, step, engine),
-        "adapter": adapter_bytes(rows, step) / engine.weight_shards + saved_modules + index_bytes(rows, step),
+        "adapter": adapter_bytes(budgets, step) / engine.weight_shards + saved_modules + index_bytes(budgets, step),
         "optimizer": 0.0 if engine.offloads_optimizer else state,
         "workspace": float(_WORKSPACE),
         "reduction buckets": engine.reduction_bytes(gradients, 4, shape.hidden),  # U, L and R are fp32
     }
 
 
-def _moments(shape: Shape, rows: Sequence[BudgetRow], step: Step, engine: Engine) -> dict[str, dict[str, float]]:
+def _moments(shape: Shape, budgets: Sequence[BudgetRow], step: Step, engine: Engine) -> dict[str, dict[str, float]]:
     """What is allocated beside the fixed parts, at the moments of a step that can be its peak."""
-    activations = activation_bytes(shape, rows, step)
+    activations = activation_bytes(shape, budgets, step)
     in_loss, in_block = engine.gathered_bytes(_weights(shape, step))
-    all_gradients = _gradient_bytes(shape, rows, step)
+    all_gradients = _gradient_bytes(shape, budgets, step)
     gradients = all_gradients / engine.weight_shards
     accumulated = gradients if step.accumulation > 1 else 0.0
     moments = {
@@ -179,20 +180,22 @@ def _moments(shape: Shape, rows: Sequence[BudgetRow], step: Step, engine: Engine
             "temporaries": all_gradients / engine.optimizer_shards if step.optimizer in _FOREACH else 0.0,
         },
     }
-    if step.evaluated_rows:
+    if step.evaluated_sequences:
         moments["evaluation"] = {"gathered weights": in_loss, "logits and loss": evaluated_bytes(shape, step)}
     return moments
 
 
-def _choice(shape: Shape, rows: Sequence[BudgetRow], step: Step, gradient: GradientPass) -> dict[str, float]:
-    """Dense fp32 sums of a group of layers, beside what forward keeps; a layer's dy and x are copied to fp32.
+def _choice(shape: Shape, budgets: Sequence[BudgetRow], step: Step, gradient: GradientPass) -> dict[str, float]:
+    """Bytes allocated while the support is chosen by gradient, beside the fixed parts.
+
+    Dense fp32 sums of a group of layers and what forward keeps; a layer's dy and x are copied to fp32.
 
     Layers are computed one by one here, also those of an MLP. After a warm-up the optimizer's state is there already.
     """
-    sizes = [row.budget.out_features * row.budget.in_features * (8.0 if gradient.squared else 4.0) for row in rows]
-    all_sums = sum(row.layers * size for row, size in zip(rows, sizes, strict=True))
-    copied_features = max((row.budget.out_features + row.budget.in_features for row in rows), default=0)
-    activations = activation_bytes(shape, rows, replace(step, mlp="other"))
+    sizes = [row.budget.out_features * row.budget.in_features * (8.0 if gradient.squared else 4.0) for row in budgets]
+    all_sums = sum(row.layers * size for row, size in zip(budgets, sizes, strict=True))
+    copied_features = max((row.budget.out_features + row.budget.in_features for row in budgets), default=0)
+    activations = activation_bytes(shape, budgets, replace(step, mlp="other"))
     logits = loss_bytes(shape, step)
     backward = _block_again(step, activations) + activations.backward + 4.0 * step.tokens * copied_features
     return {
@@ -209,7 +212,7 @@ def _block_again(step: Step, activations: Activations) -> float:
 
 def _calibration(shape: Shape, step: Step, engine: Engine, calibration: Calibration) -> float:
     """The peak of a forward pass that keeps nothing."""
-    tokens = calibration.rows * calibration.length
+    tokens = calibration.sequences * calibration.length
     # The embeddings, a block's input, its residual and the normalised one; silu(gate), up and their product.
     forward = tokens * step.width * (4 * shape.hidden + 3 * shape.intermediate)
     base = _resident_base_bytes(shape, step, engine)
@@ -222,7 +225,7 @@ def base_bytes(shape: Shape, step: Step) -> float:
     if step.base != "plain":
         from ...tuner.quantization import stored_bytes  # loads torch
 
-        linear = stored_bytes(step.base, shape.linear, shape.linear_rows)
+        linear = stored_bytes(step.base, shape.linear, shape.linear_out_features)
     return linear + (shape.embeddings + shape.other) * step.width
 
 
@@ -244,36 +247,38 @@ def _weights(shape: Shape, step: Step) -> Weights:
     )
 
 
-def _gradient_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
+def _gradient_bytes(shape: Shape, budgets: Sequence[BudgetRow], step: Step) -> float:
     """All gradients: fp32 ones of U, L and R, and those of modules that are trained in full."""
-    return sum(row.total for row in rows) * 4.0 + shape.saved_modules * step.width
+    return sum(row.total for row in budgets) * 4.0 + shape.saved_modules * step.width
 
 
-def adapter_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
+def adapter_bytes(budgets: Sequence[BudgetRow], step: Step) -> float:
     """U, L and R in fp32; for the kernels also a copy of L and R in the dtype of the products, of padded rank."""
-    trained = 4.0 * sum(row.total for row in rows)
+    trained = 4.0 * sum(row.total for row in budgets)
     if not step.fused:
         return trained
     padded = sum(
-        row.layers * padded_rank(row.budget.rank) * (row.budget.out_features + row.budget.in_features) for row in rows
+        row.layers * padded_rank(row.budget.rank) * (row.budget.out_features + row.budget.in_features)
+        for row in budgets
     )
     return trained + padded * step.width
 
 
-def index_bytes(rows: Sequence[BudgetRow], step: Step) -> float:
+def index_bytes(budgets: Sequence[BudgetRow], step: Step) -> float:
     """The supports: their indices; for sampled products their order by column and a table of chunks; if U is written
     into W also the bits of W that it replaces."""
-    return sum(row.layers * _index_bytes_of_layer(row, step) for row in rows if row.budget.sparse_count)
+    return sum(row.layers * _index_bytes_of_layer(row, step) for row in budgets if row.budget.sparse_count)
 
 
 def _index_bytes_of_layer(row: BudgetRow, step: Step) -> float:
+    """`index_bytes` of one layer with a support."""
     budget = row.budget
     count = budget.sparse_count
-    size = count * (4.0 if budget.out_features * budget.in_features < 2**31 else 8.0)
+    size = count * (4.0 if fits_int32(budget.out_features * budget.in_features) else 8.0)
     if step.layers == "kernels":
         size += count * step.width
     if step.layers != "reference":
-        by_row = budget.out_features >= budget.in_features
+        by_row = samples_by_row(budget.out_features, budget.in_features)
         owners = min(count, max(budget.out_features, budget.in_features))
         # A chunk holds entries of one row or column, and the last one of each is half full on average; two int32 each.
         chunks = count / ENTRIES_PER_CHUNK + owners / 2
@@ -281,8 +286,8 @@ def _index_bytes_of_layer(row: BudgetRow, step: Step) -> float:
     return size
 
 
-def optimizer_bytes(shape: Shape, rows: Sequence[BudgetRow], step: Step) -> float:
+def optimizer_bytes(shape: Shape, budgets: Sequence[BudgetRow], step: Step) -> float:
     """The optimizer's whole state. That of bf16 parameters is in bf16, unless it is quantized to 8 bits or less."""
     per_scalar = OPTIMIZERS[step.optimizer]
     narrow = per_scalar if per_scalar < 4 else per_scalar * step.width / 4
-    return sum(row.total for row in rows) * per_scalar + shape.saved_modules * narrow
+    return sum(row.total for row in budgets) * per_scalar + shape.saved_modules * narrow

@@ -63,9 +63,17 @@ def _method(plan: Plan) -> dict[str, Any]:
     return {key: None if key in unused else getattr(plan.method, key) for key in _SETTINGS}
 
 
+# Fields of `workload` that have other names in the JSON, which programs read.
+_JSON_KEYS = {"sequences": "rows", "evaluated_sequences": "evaluated_rows", "linear_out_features": "linear_rows"}
+
+
+def _with_json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {_JSON_KEYS.get(name, name): value for name, value in fields}
+
+
 def _memory(plan: Plan, estimate: Estimate, job: Job) -> dict[str, Any]:
     return {
-        **asdict(replace(job, engine=ONE_PROCESS)),  # an engine has no fields to copy
+        **asdict(replace(job, engine=ONE_PROCESS), dict_factory=_with_json_keys),  # an engine has no fields to copy
         "engine": job.engine.planned(job.shape.hidden),
         "moment": estimate.moment,
         "parts_gib": {name: size / GIB for name, size in estimate.parts.items()},
@@ -106,7 +114,7 @@ def _show_memory(console: "Console", plan: Plan, estimate: Estimate, job: Job) -
 
     step, engine = job.step, job.engine
     processes = engine.name if engine.processes == 1 else f"{engine.name} on {engine.processes} GPUs"
-    _line(console, f"Memory of one GPU, {processes}: {step.rows} × {step.length} tokens")
+    _line(console, f"Memory of one GPU, {processes}: {step.sequences} × {step.length} tokens")
     table = Table()
     table.add_column("at the peak: " + estimate.moment)
     table.add_column("GiB", justify="right")

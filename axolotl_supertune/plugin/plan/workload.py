@@ -20,7 +20,7 @@ class Shape:
     Attributes:
         hidden, intermediate, blocks, heads, kv_heads, head_dim, vocabulary: as in the model's config.
         linear: weights of all linear layers but the output layer: what a quantized base quantizes.
-        linear_rows: output features of these layers: int8 keeps a scale for each.
+        linear_out_features: output features of these layers, summed: int8 keeps a scale for each.
         embeddings: the input embedding, and the output layer unless it is tied to it.
         other: everything else, mostly norms.
         widest: weights of the largest linear layer in a block.
@@ -37,7 +37,7 @@ class Shape:
     head_dim: int
     vocabulary: int
     linear: int
-    linear_rows: int
+    linear_out_features: int
     embeddings: int
     other: int
     widest: int
@@ -56,7 +56,8 @@ class Step:
     """One micro batch on one GPU.
 
     Attributes:
-        rows, length: sequences and tokens in each; T = rows·length.
+        sequences, length: sequences and tokens in each; T = sequences·length. Some attention
+            kernels take a packed batch as one sequence.
         width: w, bytes of a weight and of an activation.
         base: how the weights of the linear layers are stored.
         layers: what computes the adapted layers: the `kernels`, on weights that stay or on weights that are `gathered`
@@ -73,10 +74,10 @@ class Step:
         thin_norms: whether the norms are Liger's, which keep no fp32 copy.
         optimizer: a key of `memory.OPTIMIZERS`.
         accumulation: micro batches per update.
-        evaluated_rows: sequences in a batch of an evaluation, 0 without one.
+        evaluated_sequences: sequences in a batch of an evaluation, 0 without one.
     """
 
-    rows: int
+    sequences: int
     length: int
     width: int = 2
     base: Base = "plain"
@@ -89,12 +90,12 @@ class Step:
     thin_norms: bool = False
     optimizer: str = "adamw_torch_fused"
     accumulation: int = 1
-    evaluated_rows: int = 0
+    evaluated_sequences: int = 0
 
     @property
     def tokens(self) -> int:
         """T."""
-        return self.rows * self.length
+        return self.sequences * self.length
 
     @property
     def fused(self) -> bool:
@@ -106,7 +107,7 @@ class Step:
 class Calibration:
     """The forward passes before training: windows in a batch, and tokens in each window."""
 
-    rows: int
+    sequences: int
     length: int
 
 
