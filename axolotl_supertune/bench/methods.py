@@ -13,7 +13,7 @@ from ..method.calibration import default_layers
 from ..method.scores import magnitude_score
 from ..method.support import select_support
 from ..tuner import SupraConfig
-from .job import Job
+from .measurement import Measurement
 
 
 class PaperLinear(nn.Module):
@@ -39,8 +39,8 @@ class PaperLinear(nn.Module):
         return F.linear(x, flat.view_as(weight), self.base.bias)
 
 
-def apply_method(model: nn.Module, job: Job, norms: ActivationNorms | None = None) -> nn.Module:
-    """Freeze `model` in place and add the adapters of `job.method` to all linear layers except the head.
+def apply_method(model: nn.Module, measurement: Measurement, norms: ActivationNorms | None = None) -> nn.Module:
+    """Freeze `model` in place and add the adapters of `measurement.method` to all linear layers except the head.
 
     Args:
         norms: activation norms, for `super-wanda`.
@@ -54,46 +54,46 @@ def apply_method(model: nn.Module, job: Job, norms: ActivationNorms | None = Non
     """
     targets = sorted({name.rpartition(".")[2] for name in default_layers(model)})
     common: dict[str, Any] = {"target_modules": targets, "task_type": "CAUSAL_LM"}
-    if job.method == "full":
+    if measurement.method == "full":
         return model.requires_grad_(True)
     model.requires_grad_(False)
-    match job.method:
+    match measurement.method:
         case "floor":
             embeddings: Any = model.get_input_embeddings()  # type: ignore[operator] # a transformers model has it
             embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_())
             return model
         case "paper":
-            _use_paper_layers(model, job.r0)
+            _use_paper_layers(model, measurement.r0)
             return model
         case "super" | "super-wanda" | "supra" | "qsuper" | "qsupra":
             config: Any = SupraConfig(
-                r0=job.r0,
-                supra_lambda=job.supra_lambda if job.method in ("supra", "qsupra") else 0.0,
-                mask_score="wanda" if job.method == "super-wanda" else "magnitude",
+                r0=measurement.r0,
+                supra_lambda=measurement.supra_lambda if measurement.method in ("supra", "qsupra") else 0.0,
+                mask_score="wanda" if measurement.method == "super-wanda" else "magnitude",
                 activation_norms=norms,
-                lora_dropout=job.lora_dropout,
+                lora_dropout=measurement.lora_dropout,
                 **common,
             )
             return get_peft_model(model, config)
         case "lora" | "qlora":
-            config = LoraConfig(r=job.r0, lora_alpha=16, lora_dropout=job.lora_dropout, **common)
+            config = LoraConfig(r=measurement.r0, lora_alpha=16, lora_dropout=measurement.lora_dropout, **common)
             return get_peft_model(model, config)
         case "lora-bf16":
-            config = LoraConfig(r=job.r0, lora_alpha=16, lora_dropout=0.0, **common)
+            config = LoraConfig(r=measurement.r0, lora_alpha=16, lora_dropout=0.0, **common)
             return get_peft_model(model, config, autocast_adapter_dtype=False)
         case "peft-supertuning":
             from peft import SupertuningConfig
 
             # PEFT takes one density for all layers: that of the budget of all layers together.
             layers: list[Any] = [model.get_submodule(name) for name in default_layers(model)]
-            budget = sum(job.r0 * (layer.out_features + layer.in_features) for layer in layers)
+            budget = sum(measurement.r0 * (layer.out_features + layer.in_features) for layer in layers)
             density = budget / sum(layer.weight.numel() for layer in layers)
             return get_peft_model(model, SupertuningConfig(sparsity=1 - density, select_top=False, **common))
         case "peft-shira":
             from peft import ShiraConfig
 
-            return get_peft_model(model, ShiraConfig(r=job.r0, random_seed=0, **common))
-    raise ValueError(f"method {job.method!r} is unknown.")
+            return get_peft_model(model, ShiraConfig(r=measurement.r0, random_seed=0, **common))
+    raise ValueError(f"method {measurement.method!r} is unknown.")
 
 
 def _use_paper_layers(model: nn.Module, r0: int) -> None:

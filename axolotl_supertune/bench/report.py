@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .job import OWN_METHODS
+from .measurement import OWN_METHODS
 
 Row = dict[str, Any]
 

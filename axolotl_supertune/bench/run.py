@@ -14,11 +14,11 @@ from typing import Any
 
 from ..engines import SELECTING_KEYS
 from ..method.atomic_files import whole_file
-from .job import METHODS, PEFT_CLASSES, SHAPES, Job, parameter_count
+from .measurement import METHODS, PEFT_CLASSES, SHAPES, Measurement, parameter_count
 from .report import add_ratios, draw, markdown
 
 PACKAGES = ("axolotl-supertune", "torch", "peft", "transformers", "triton", "bitsandbytes")
-# Keys of an Axolotl YAML → the fields of a Job that they set.
+# Keys of an Axolotl YAML → the fields of a Measurement that they set.
 _READ = {
     "lora_r": "r0",
     "supra_lambda": "supra_lambda",
@@ -68,14 +68,14 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-def notes_on(job: Job, model: str | None) -> list[str]:
-    """Remarks for the terminal about what the numbers of a job do not tell.
+def notes_on(measurement: Measurement, model: str | None) -> list[str]:
+    """Remarks for the terminal about what the numbers of a measurement do not tell.
 
     Args:
         model: `--model` as typed, or None.
     """
     notes = []
-    if job.device == "cpu":
+    if measurement.device == "cpu":
         notes.append("No GPU is used: these are CPU numbers of a small shape, and not the claim.")
     if model is not None and model not in SHAPES:
         notes.append(f"{model}: shape and settings are read, the weights are random.")
@@ -84,7 +84,7 @@ def notes_on(job: Job, model: str | None) -> list[str]:
     return notes
 
 
-def write_profile(job: Job, method: str, output: Path) -> Path:
+def write_profile(measurement: Measurement, method: str, output: Path) -> Path:
     """Profile three steps of a method.
 
     Returns:
@@ -97,7 +97,7 @@ def write_profile(job: Job, method: str, output: Path) -> Path:
 
     if method in PEFT_CLASSES and not hasattr(peft, PEFT_CLASSES[method]):
         raise ValueError(f"--profile {method}: PEFT {peft.__version__} has no {PEFT_CLASSES[method]}.")
-    row = _measure(replace(job, method=method, profile=True))
+    row = _measure(replace(measurement, method=method, profile=True))
     if row["status"] != "ok":
         raise ValueError(f"{method}: {row['note']}")
     path = output / f"profile_{method}.txt"
@@ -106,7 +106,9 @@ def write_profile(job: Job, method: str, output: Path) -> Path:
     return path
 
 
-def measure_methods(job: Job, names: list[str], output: Path, *, model: str, command: str) -> dict[str, Any]:
+def measure_methods(
+    measurement: Measurement, names: list[str], output: Path, *, model: str, command: str
+) -> dict[str, Any]:
     """Measure methods and write bench.json and bench.png.
 
     Args:
@@ -120,7 +122,7 @@ def measure_methods(job: Job, names: list[str], output: Path, *, model: str, com
     about = {"model": model, "command": command, "methods": names}
     # Written after every row, next to an earlier run's bench.json: a stopped run loses neither.
     partial = output / "bench.partial.json"
-    for result in run(job, names):
+    for result in run(measurement, names):
         _write_json(partial, result | about)
     result |= about
     _write_json(output / "bench.json", result)
@@ -130,7 +132,7 @@ def measure_methods(job: Job, names: list[str], output: Path, *, model: str, com
     return result
 
 
-def run(job: Job, names: list[str]) -> Iterator[dict[str, Any]]:
+def run(measurement: Measurement, names: list[str]) -> Iterator[dict[str, Any]]:
     """Measure the methods one after another, the floor first and last.
 
     Yields:
@@ -139,8 +141,10 @@ def run(job: Job, names: list[str]) -> Iterator[dict[str, Any]]:
     import peft
     import torch
 
-    cpu = job.device == "cpu"
-    shared = {key: value for key, value in asdict(job).items() if key not in ("method", "model", "device", "profile")}
+    cpu = measurement.device == "cpu"
+    shared = {
+        key: value for key, value in asdict(measurement).items() if key not in ("method", "model", "device", "profile")
+    }
     rows: list[dict[str, Any]] = []
     result = {
         "device": "CPU" if cpu else torch.cuda.get_device_name(),
@@ -156,18 +160,18 @@ def run(job: Job, names: list[str]) -> Iterator[dict[str, Any]]:
             note = f"PEFT {peft.__version__} has no {needed}"
             rows.append({"method": name, "status": "not installed", "note": note})
         else:
-            rows.append(_measure(replace(job, method=name)))
+            rows.append(_measure(replace(measurement, method=name)))
         add_ratios(rows)
         yield result
-    rows.append(_measure(replace(job, method="floor")) | {"again": True})
+    rows.append(_measure(replace(measurement, method="floor")) | {"again": True})
     add_ratios(rows)
     yield result
 
 
-def _measure(job: Job) -> dict[str, Any]:
+def _measure(measurement: Measurement) -> dict[str, Any]:
     """The row of one method, measured by a worker process; a worker that dies gives a row with status `failed`."""
-    print(f"{job.method}: {METHODS[job.method]} …", file=sys.stderr)
-    command = [sys.executable, "-m", "axolotl_supertune.bench.worker", json.dumps(asdict(job))]
+    print(f"{measurement.method}: {METHODS[measurement.method]} …", file=sys.stderr)
+    command = [sys.executable, "-m", "axolotl_supertune.bench.worker", json.dumps(asdict(measurement))]
     worker = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -183,7 +187,7 @@ def _measure(job: Job) -> dict[str, Any]:
         last = errors.strip().rpartition("\n")[2][:300]
         killed = f"the process was killed by {signal.Signals(-code).name if code < 0 else code} (out of host memory?)"
         note = killed if code < 0 else f"the process ended with code {code}: {last}"
-        row = {"method": job.method, "status": "failed", "note": note}
+        row = {"method": measurement.method, "status": "failed", "note": note}
     if row["status"] != "ok":
         print(errors[-4000:], file=sys.stderr)
     return row
@@ -213,8 +217,10 @@ def check_environment(output: Path) -> None:
         raise ValueError(f"--output {output}: {error}" if isinstance(error, OSError) else str(error)) from error
 
 
-def job_for(model: str | None, device: str | None, settings: dict[str, Any]) -> Job:
-    """The job without its method. Settings of the command line take precedence over those of the YAML.
+def measurement_for(model: str | None, device: str | None, settings: dict[str, Any]) -> Measurement:
+    """The settings of a measurement, but for its method.
+
+    Settings of the command line take precedence over those of the YAML.
 
     Raises:
         ValueError: no such device, shape or model, or a model that is too large for a CPU.
@@ -226,21 +232,21 @@ def job_for(model: str | None, device: str | None, settings: dict[str, Any]) -> 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model or ("tiny" if device == "cpu" else "llama3-8b")
     given: dict[str, Any] = {"model": model} if model in SHAPES else _yaml_settings(model)
-    job = Job(**{"method": "floor", "device": device, **given, **settings})
+    measurement = Measurement(**{"method": "floor", "device": device, **given, **settings})
     if device == "cpu":
-        if job.memory_limit is not None:
-            raise ValueError(f"--memory-limit {job.memory_limit}: it limits a GPU, and none is used here.")
-        if job.model != "tiny" and parameter_count(job.model) > _CPU_PARAMETERS:
+        if measurement.memory_limit is not None:
+            raise ValueError(f"--memory-limit {measurement.memory_limit}: it limits a GPU, and none is used here.")
+        if measurement.model != "tiny" and parameter_count(measurement.model) > _CPU_PARAMETERS:
             raise ValueError(
                 f"--model {model}: more than {_CPU_PARAMETERS // 10**6} M parameters and no GPU; run it on a machine "
                 "with one, or take --model tiny or smollm2-135m, whose numbers are not the claim."
             )
-        job = replace(job, **_CPU_CALIBRATION)
-    return job
+        measurement = replace(measurement, **_CPU_CALIBRATION)
+    return measurement
 
 
 def _yaml_settings(path: str) -> dict[str, Any]:
-    """Fields of a Job that an Axolotl YAML sets.
+    """Fields of a Measurement that an Axolotl YAML sets.
 
     Raises:
         ValueError: no YAML, or its base_model is no local folder.

@@ -26,7 +26,7 @@ from ..method.activation_norms import ActivationNorms
 from ..method.cuda_memory import PeakMemory
 from ..tuner.base_calibration import calibrate
 from ..tuner.quantization import nf4_linear
-from .job import ON_4_BITS, Job, model_config
+from .measurement import ON_4_BITS, Measurement, model_config
 from .methods import PaperLinear, apply_method
 
 GIB, MIB = 2**30, 2**20
@@ -64,8 +64,8 @@ class Watch:
         self.seconds = time.perf_counter() - self._start
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Build the model with random weights, apply the method, and train `job.warmup + job.steps` steps.
+def measure(measurement: Measurement) -> dict[str, Any]:
+    """Build the model with random weights, apply the method, and train `measurement.warmup + measurement.steps` steps.
 
     Returns:
         The row: the values that `report.COLUMNS` shows and more; None where a value does not exist.
@@ -73,30 +73,30 @@ def measure(job: Job) -> dict[str, Any]:
     Raises:
         FloatingPointError: the loss is not finite.
     """
-    device = torch.device(job.device)
+    device = torch.device(measurement.device)
     torch.manual_seed(0)
-    if job.memory_limit is not None:
-        torch.cuda.set_per_process_memory_fraction(job.memory_limit * GIB / torch.cuda.mem_get_info()[1])
-    model = build_model(job)
-    if job.gradient_checkpointing:
+    if measurement.memory_limit is not None:
+        torch.cuda.set_per_process_memory_fraction(measurement.memory_limit * GIB / torch.cuda.mem_get_info()[1])
+    model = build_model(measurement)
+    if measurement.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     vocabulary = model.config.vocab_size
-    row: dict[str, Any] = {"method": job.method, "status": "ok"}
+    row: dict[str, Any] = {"method": measurement.method, "status": "ok"}
     norms = None
-    if job.method == "super-wanda":
-        norms = _skewed_norms(model, job, row)
+    if measurement.method == "super-wanda":
+        norms = _skewed_norms(model, measurement, row)
     present = {tensor.data_ptr() for tensor in _extra_tensors(model)}
     with Watch(device) as watch:
-        model = apply_method(model, job, norms)
-    if job.method not in ("floor", "full", "lora", "lora-bf16", "qlora"):
+        model = apply_method(model, measurement, norms)
+    if measurement.method not in ("floor", "full", "lora", "lora-bf16", "qlora"):
         row |= {"selection_seconds": watch.seconds, "selection_extra_gib": watch.extra_gib}
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda") if trained else None
-    ids = torch.randint(0, vocabulary, (job.batch_size, job.sequence_len), device=device)
+    ids = torch.randint(0, vocabulary, (measurement.batch_size, measurement.sequence_len), device=device)
 
     def step() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16) if job.autocast else nullcontext():
+        with torch.autocast(device.type, torch.bfloat16) if measurement.autocast else nullcontext():
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         if optimizer is not None:
@@ -105,19 +105,19 @@ def measure(job: Job) -> dict[str, Any]:
         return loss.detach()
 
     with Watch(device) as warmup:
-        for _ in range(job.warmup):
+        for _ in range(measurement.warmup):
             loss = step()
-    if job.profile:
+    if measurement.profile:
         return row | {"profile": _profile(step, device)}
     with Watch(device) as watch:
-        times = sorted(_milliseconds(step, device) for _ in range(job.steps))
+        times = sorted(_milliseconds(step, device) for _ in range(measurement.steps))
     if not bool(torch.isfinite(loss)):
         raise FloatingPointError(f"the loss is {loss.item()} after warm-up: what was timed is not training.")
     state = [] if optimizer is None else [list(of_one.values()) for of_one in optimizer.state.values()]
-    tokens = job.batch_size * job.sequence_len
+    tokens = measurement.batch_size * measurement.sequence_len
     return row | {
         "trainable": sum(parameter.numel() for parameter in trained),
-        "checkpoint_bytes": _checkpoint_bytes(model, job.method),
+        "checkpoint_bytes": _checkpoint_bytes(model, measurement.method),
         "warmup_seconds": warmup.seconds,  # includes compilation of kernels at first use
         "peak_gib": watch.peak_gib,
         "adam_mib": _mib([value for of_one in state for value in of_one if isinstance(value, Tensor)]),
@@ -129,16 +129,16 @@ def measure(job: Job) -> dict[str, Any]:
     }
 
 
-def build_model(job: Job) -> Any:
-    """The model of `job.model` with random weights on the device: bf16 (fp32 on a CPU), or quantized to 4 bits."""
-    dtype = torch.bfloat16 if job.device.startswith("cuda") else torch.float32
-    quantized = job.method in ON_4_BITS
-    with torch.device("meta" if quantized else job.device):
+def build_model(measurement: Measurement) -> Any:
+    """The measured model with random weights on the device: bf16 (fp32 on a CPU), or quantized to 4 bits."""
+    dtype = torch.bfloat16 if measurement.device.startswith("cuda") else torch.float32
+    quantized = measurement.method in ON_4_BITS
+    with torch.device("meta" if quantized else measurement.device):
         model = AutoModelForCausalLM.from_config(
-            model_config(job.model), dtype=dtype, attn_implementation=job.attn_implementation
+            model_config(measurement.model), dtype=dtype, attn_implementation=measurement.attn_implementation
         )
     if quantized:
-        _quantize(model, torch.device(job.device), dtype)
+        _quantize(model, torch.device(measurement.device), dtype)
     model.config.use_cache = False  # as trainers do: no key-value cache
     return model.train()
 
@@ -167,11 +167,14 @@ def _quantize(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     model.is_loaded_in_4bit = True  # read by PEFT's LoRA
 
 
-def _skewed_norms(model: Any, job: Job, row: dict[str, Any]) -> ActivationNorms:
+def _skewed_norms(model: Any, measurement: Measurement, row: dict[str, Any]) -> ActivationNorms:
     """Activation norms of random ids, made uneven; adds the cost of calibration and of a bare forward to the row."""
-    device = torch.device(job.device)
+    device = torch.device(measurement.device)
     ids = torch.randint(
-        0, model.config.vocab_size, (job.calibration_samples, job.calibration_sequence_len), device=device
+        0,
+        model.config.vocab_size,
+        (measurement.calibration_samples, measurement.calibration_sequence_len),
+        device=device,
     )
     batches = ids.split(_CALIBRATION_BATCH)
 
@@ -277,18 +280,18 @@ def _inside(value: Any) -> Iterator[Tensor]:
 
 
 def main() -> None:
-    """Measure the job given on the command line and print its row."""
-    job = Job(**json.loads(sys.argv[1]))
+    """Measure the measurement given on the command line and print its row."""
+    measurement = Measurement(**json.loads(sys.argv[1]))
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
-            row = measure(job)
+            row = measure(measurement)
         # such as "computed by the slower reference path"
         row["warnings"] = sorted({str(warning.message) for warning in caught if warning.category is UserWarning})
     except Exception as error:
         traceback.print_exc()
         lines = str(error).splitlines() or [""]
-        row = {"method": job.method, "status": "failed", "note": f"{type(error).__name__}: {lines[0][:300]}"}
+        row = {"method": measurement.method, "status": "failed", "note": f"{type(error).__name__}: {lines[0][:300]}"}
     print(json.dumps(row))
 
 

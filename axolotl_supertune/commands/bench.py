@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..bench.job import METHODS, SHAPES
+from ..bench.measurement import METHODS, SHAPES
 from ..method.sizes import KERNELS_VARIABLE
 from .errors import user_errors
 
@@ -72,13 +72,15 @@ def bench(
     names = _method_names(methods)
     with user_errors(output):
         run.check_environment(output)
-        job = run.job_for(model, device, {key: value for key, value in settings.items() if value})
-        for note in run.notes_on(job, model):
+        measurement = run.measurement_for(model, device, {key: value for key, value in settings.items() if value})
+        for note in run.notes_on(measurement, model):
             click.echo(note, err=True)
         if profile:
-            click.echo(f"wrote {run.write_profile(job, profile, output)}")
+            click.echo(f"wrote {run.write_profile(measurement, profile, output)}")
             return
-        result = run.measure_methods(job, names, output, model=model or job.model, command=_command_line(context))
+        result = run.measure_methods(
+            measurement, names, output, model=model or measurement.model, command=_command_line(context)
+        )
         _show(result, as_markdown)
         click.echo(f"wrote {output / 'bench.json'} and {output / 'bench.png'}", err=True)
     if any(row["status"] == "failed" for row in result["rows"]):

@@ -9,12 +9,12 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from axolotl_supertune.bench import job, report, run, worker
+from axolotl_supertune.bench import measurement, report, run, worker
 from axolotl_supertune.bench.methods import PaperLinear
 from axolotl_supertune.commands.bench import bench
 from axolotl_supertune.ops import Sparse, sparse_linear
 
-TINY = job.Job(
+TINY = measurement.Measurement(
     "floor",
     "tiny",
     "cpu",
@@ -31,7 +31,7 @@ SMALL = ["--device", "cpu", "--batch-size", "2", "--sequence-len", "8", "--steps
 
 
 def methods():
-    return [name for name in job.METHODS if hasattr(peft, job.PEFT_CLASSES.get(name, "LoraConfig"))]
+    return [name for name in measurement.METHODS if hasattr(peft, measurement.PEFT_CLASSES.get(name, "LoraConfig"))]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_all_adapters_have_one_budget(rows, method):
 def test_floor_and_full_are_the_two_ends(rows):
     assert (rows("floor")["trainable"], rows("floor")["adam_mib"], rows("floor")["checkpoint_bytes"]) == (0, 0, 0)
     full = sum(parameter.numel() for parameter in worker.build_model(TINY).parameters())
-    assert rows("full")["trainable"] == full == job.parameter_count("tiny")
+    assert rows("full")["trainable"] == full == measurement.parameter_count("tiny")
     assert rows("full")["checkpoint_bytes"] == 4 * full
 
 
@@ -95,7 +95,7 @@ def test_index_storage_counts_the_support_alone(rows):
 
 def test_the_shapes_are_the_published_models():
     sizes = {"llama3-8b": 8_030_261_248, "llama3.2-1b": 1_235_814_400, "smollm2-135m": 134_515_008}
-    assert {name: job.parameter_count(name) for name in sizes} == sizes
+    assert {name: measurement.parameter_count(name) for name in sizes} == sizes
 
 
 def test_calibration_is_timed_beside_the_bare_forward(rows):
@@ -197,14 +197,14 @@ def test_markdown_from_an_earlier_run(tmp_path):
 
 @pytest.mark.usefixtures("measured")
 def test_a_yaml_gives_shape_and_settings(tmp_path):
-    job.model_config("tiny").save_pretrained(tmp_path / "base")
+    measurement.model_config("tiny").save_pretrained(tmp_path / "base")
     path = tmp_path / "run.yml"
     path.write_text(
         f"base_model: {tmp_path / 'base'}\nlora_r: 4\nsupra_lambda: 0.5\nlora_dropout: 0\nmicro_batch_size: 3\n"
         "sequence_len: 11\nattn_implementation: eager\ngradient_checkpointing: true\nsample_packing: true\n"
         "torch_compile: false\nliger_rms_norm: true\n"
     )
-    made = run.job_for(str(path), "cpu", {"batch_size": 2})
+    made = run.measurement_for(str(path), "cpu", {"batch_size": 2})
     assert (made.r0, made.supra_lambda, made.lora_dropout, made.sequence_len) == (4, 0.5, 0, 11)
     assert (made.batch_size, made.attn_implementation, made.warmup) == (2, "eager", 5)
     assert made.gradient_checkpointing is True
@@ -243,7 +243,7 @@ def test_a_profile_is_a_table_of_operators(tmp_path, monkeypatch):
 
 
 def test_methods_on_4_bits_are_quantized_and_hold_no_other_copy(rows):
-    for method in job.ON_4_BITS:
+    for method in measurement.ON_4_BITS:
         model = worker.build_model(replace(TINY, method=method))
         layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
         assert len(layers) == 14

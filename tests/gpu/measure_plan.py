@@ -50,7 +50,7 @@ def make_base(folder, shape):
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from axolotl_supertune.bench.job import SHAPES
+    from axolotl_supertune.bench.measurement import SHAPES
 
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(["what is not text"], vocab_size=259, special_tokens=["<pad>", "<s>", "</s>"])
@@ -142,7 +142,7 @@ def measured(mapping, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(CASES), action="append", help="one case; may be given again")
-    parser.add_argument("--shape", default="llama3.2-1b", help="of axolotl_supertune.bench.job.SHAPES")
+    parser.add_argument("--shape", default="llama3.2-1b", help="of axolotl_supertune.bench.measurement.SHAPES")
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     arguments = parser.parse_args()
     rows = []

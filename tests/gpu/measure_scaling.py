@@ -121,7 +121,7 @@ def main():
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--each-on-one", action="store_true", help="on one GPU, too, each engine, after none")
     parser.add_argument("--methods", default="lora,supra")
-    parser.add_argument("--shape", default="llama3.2-1b", help="of axolotl_supertune.bench.job.SHAPES")
+    parser.add_argument("--shape", default="llama3.2-1b", help="of axolotl_supertune.bench.measurement.SHAPES")
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--sequence-len", type=int, default=512)
     parser.add_argument("--gradient-checkpointing", action="store_true")

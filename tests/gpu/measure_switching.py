@@ -26,7 +26,7 @@ from peft import LoraConfig, ShiraConfig, get_peft_model
 from peft.utils.hotswap import hotswap_adapter as peft_hotswap_adapter
 
 from axolotl_supertune import SupraConfig, hotswap_adapter
-from axolotl_supertune.bench.job import SHAPES, Job
+from axolotl_supertune.bench.measurement import SHAPES, Measurement
 from axolotl_supertune.bench.worker import build_model
 from axolotl_supertune.method.calibration import default_layers
 from axolotl_supertune.method.cuda_memory import PeakMemory
@@ -78,7 +78,7 @@ def seconds(action, device):
 def measure(method, args):
     device = torch.device(args.device)
     memory = PeakMemory(device)
-    model = build_model(Job(method="floor", model=args.model, device=args.device)).eval().requires_grad_(False)
+    model = build_model(Measurement(method="floor", model=args.model, device=args.device)).eval().requires_grad_(False)
     targets = sorted({name.rpartition(".")[2] for name in default_layers(model)})
     model = get_peft_model(model, config(method, "bottom", targets), adapter_name=NAMES[0])
     model.add_adapter(NAMES[1], config(method, "top", targets))

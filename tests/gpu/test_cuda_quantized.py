@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from axolotl_supertune import SupraConfig, calibrate
-from axolotl_supertune.bench.job import Job
+from axolotl_supertune.bench.measurement import Measurement
 from axolotl_supertune.method.cuda_memory import PeakMemory
 from axolotl_supertune.ops.recomputed_weight import BlockGradient, SampledGradient
 from axolotl_supertune.tuner.quantization.linear import QuantizedSupraLinear
@@ -152,8 +152,8 @@ def test_a_model_calibrates_trains_saves_loads_and_merges(load, ids, tmp_path, k
 
 def measured(method, **options):
     """A row of the bench, from a process of its own."""
-    job = Job(method, device="cuda", steps=3, warmup=2, **options)
-    command = [sys.executable, "-m", "axolotl_supertune.bench.worker", json.dumps(asdict(job))]
+    measurement = Measurement(method, device="cuda", steps=3, warmup=2, **options)
+    command = [sys.executable, "-m", "axolotl_supertune.bench.worker", json.dumps(asdict(measurement))]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     row = json.loads(output.strip().rpartition("\n")[2])
     assert row["status"] == "ok", row

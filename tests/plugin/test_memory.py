@@ -12,7 +12,7 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from axolotl_supertune import SupraConfig, budget_table
-from axolotl_supertune.bench.job import model_config
+from axolotl_supertune.bench.measurement import model_config
 from axolotl_supertune.engines import engine_of
 from axolotl_supertune.method.budget import budget_rows, layer_budget
 from axolotl_supertune.method.calibration import default_layers

@@ -41,8 +41,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Job:
-    """Settings of the measurement of one method.
+class Measurement:
+    """Settings of the measurement of one method's training step.
 
     Attributes:
         method: a key of METHODS.
