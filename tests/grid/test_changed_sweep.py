@@ -24,6 +24,7 @@ def change(name):
     Path(name).write_text("other " + Path(name).read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "runs"), [("train.jsonl", "lora"), ("valid.jsonl", "lora"), ("text.txt", "wanda"), ("norms", "wanda")]
 )
@@ -54,6 +55,7 @@ def test_files_are_read_once_and_recorded(stage, write_grid):
     assert sorted(read_scores(RUNS / "base/scores.json").files) == ["train.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.jsonl", "valid.jsonl"])
 def test_of_other_data_everything_is_prepared_anew(stage, write_grid, name):
     """Also after runs that failed because of their data: they need tokenizing again."""
@@ -72,6 +74,7 @@ def test_of_other_data_everything_is_prepared_anew(stage, write_grid, name):
     assert len(list((RUNS / "prepared").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_data_that_was_tokenized_in_another_order_is_left_alone(stage, write_grid):
     """An earlier version shuffled by the seed of whichever run came first, and named the folder by the files alone."""
     grid = write_grid(score={"runs": "none"})
@@ -84,6 +87,7 @@ def test_data_that_was_tokenized_in_another_order_is_left_alone(stage, write_gri
     assert before.as_posix() not in folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"shuffle_merged_datasets": False}, {"sequence_len": 300}, {"train_on_inputs": True}], ids=str
 )
@@ -101,6 +105,7 @@ def test_runs_that_tokenize_otherwise_share_no_data(stage, write_grid, change):
     assert used["a"] == used["same"] != used["other"]
 
 
+@pytest.mark.slow
 def test_a_prepared_folder_of_ones_own_is_not_filled_with_two_files_of_one_name(stage, write_grid):
     grid = write_grid({"dataset_prepared_path": "own"}, learning_rates=[1e-3], score={"runs": "none"})
     for _ in range(2):
@@ -111,6 +116,7 @@ def test_a_prepared_folder_of_ones_own_is_not_filled_with_two_files_of_one_name(
     assert len(list(Path("own").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_of_another_calibration_text_norms_are_measured_anew(stage, write_grid):
     grid = write_grid(methods=WANDA, learning_rates=[1e-3], score={"runs": "none"})
     assert stage.sweep(grid)
@@ -122,6 +128,7 @@ def test_of_another_calibration_text_norms_are_measured_anew(stage, write_grid):
     assert len(list((RUNS / "calibration").glob("*.safetensors"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.jsonl", "valid.jsonl", "text.txt"])
 def test_a_stopped_run_does_not_go_on_with_another_file(stage, write_grid, name):
     grid = write_grid(methods={"wanda": {"adapter": "super"}}, learning_rates=[1e-3], score={"runs": "none"})
@@ -136,6 +143,7 @@ def test_a_stopped_run_does_not_go_on_with_another_file(stage, write_grid, name)
     assert [call["checkpoints"] for call in stage.calls() if "run" in call] == [[]]
 
 
+@pytest.mark.slow
 def test_nothing_is_scored_beside_a_report_on_other_data(stage, write_grid):
     """Otherwise a model that was trained on test questions would be reported as clean."""
     grid = write_grid()
@@ -164,6 +172,7 @@ def without_files():
         path.write_text(json.dumps(scores))
 
 
+@pytest.mark.slow
 def test_records_that_name_no_files_are_taken_as_done(stage, write_grid):
     grid = write_grid()
     assert stage.sweep(grid)
@@ -206,6 +215,7 @@ def test_contents_are_those_of_files_and_of_folders(tmp_path, monkeypatch):
     assert FileDigests().of(["set"]) != {"set": before["set"]}
 
 
+@pytest.mark.slow
 def test_every_run_that_could_be_used_is_compared_with_the_grid(stage, write_grid):
     """Otherwise second-stage runs of a method that no longer leads would be averaged with new ones."""
     methods = {
@@ -255,6 +265,7 @@ def test_a_run_without_its_yaml_is_told_as_that(stage, write_grid):
         stage.sweep(grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_scores_of_another_base_model_are_refused(stage, write_grid, fails):
     if fails:
@@ -274,6 +285,7 @@ def test_scores_of_another_base_model_are_refused(stage, write_grid, fails):
     assert read_scores(RUNS / "base/scores.json").base_model == "another"
 
 
+@pytest.mark.slow
 def test_scores_of_another_model_are_refused(stage, write_grid):
     grid = write_grid(learning_rates=[1e-3])
     assert stage.sweep(grid)
@@ -295,6 +307,7 @@ def test_scores_of_another_model_are_refused(stage, write_grid):
         stage.sweep(grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["data", "norms"])
 def test_what_needs_what_could_not_be_prepared_is_not_started(stage, write_grid, kind):
     stage.plan["prepare_fails"] = [kind]
@@ -307,6 +320,7 @@ def test_what_needs_what_could_not_be_prepared_is_not_started(stage, write_grid,
     assert stage.sweep(grid)
 
 
+@pytest.mark.slow
 def test_norms_of_a_training_set_that_could_not_be_tokenized_are_not_measured(stage, write_grid):
     """Measuring them would tokenize the data in another order, and all runs would train on that."""
     stage.plan["prepare_fails"] = ["data"]

@@ -15,6 +15,8 @@ from axolotl_supertune.grid.report.metrics import METRICS, accuracies
 from axolotl_supertune.grid.report.statistics import Interval, holm
 from axolotl_supertune.grid.run_files import SCORES_FILE, BenchmarkScores, Scores
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def hand(key, correct, strict, nll):
     """Scores of AddSub with four items, the first not clean, and of AQuA with two."""
@@ -119,7 +121,6 @@ def test_better_is_said_only_where_the_interval_says_so(small):
     assert said["accuracy", "super-bottom"] == "no difference seen"
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_all_are_compared_with_no_training(save):
     """They are a family of comparisons of their own: those with the reference do not change."""
     shares = {"lora": (0.1, 0.1), "super": (0.9, 0.9), "supra": (0.9,), "rosa": (0.15,)}
@@ -157,7 +158,6 @@ def test_all_are_compared_with_no_training(save):
     assert {(row["reference"], row["reference_seeds"], row["comparisons"]) for row in records} == {("base", "", "4")}
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_no_training_is_compared_with_also_without_a_reference(save):
     run = make_run("super", 1e-4)
     runs_dir = save((run, make_scores(run.key, 0.9)), base=make_scores(None, 0.1))
@@ -210,7 +210,6 @@ def test_a_reference_of_one_seed_is_one_seed(save):
     assert [each.verdict_text for each in analyze(runs_dir).comparisons][:1] == ["better (one seed)"]
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("whose", ["super", "lora", "base"])
 def test_a_gold_nll_that_is_not_finite_is_named_and_compared_with_none(save, bad, whose):

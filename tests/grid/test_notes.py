@@ -12,6 +12,8 @@ from axolotl_supertune.grid.report.analysis import analyze
 from axolotl_supertune.grid.report.figures.figures import make_figures
 from axolotl_supertune.grid.run_files import SCORES_FILE
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def test_what_is_missing_is_named(save):
     records, base = grid()

@@ -51,6 +51,7 @@ def test_the_whole_report(reported):
         assert (reported / name).read_text(encoding="utf-8") == (GOLDEN / name).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_files(reported, small, tmp_path):
     assert run_report(small, "--output", tmp_path / "second").exit_code == 0
     for path in reported.iterdir():
@@ -95,6 +96,7 @@ def test_test_scores_have_no_say_in_the_rate(save):
     assert after.comparisons != before.comparisons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "left_out"),
     [
@@ -244,6 +246,7 @@ def test_a_reference_that_was_never_run_is_refused_and_nothing_is_written(small)
     assert not (small / "report").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_heading_names_model_data_budget_and_where_it_ran(save):
     """From run.json, or for old records from config.yml; a failed run has no device."""
     runs = [make_run("lora", 1e-4), make_run("super", 1e-4, setup=None), make_run("full", 1e-4, nll=None, device=None)]
@@ -276,12 +279,14 @@ def test_the_heading_names_model_data_budget_and_where_it_ran(save):
     assert "config.yml is not the YAML of a run" in run_report(runs_dir).output
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_of_old_records_alone_nothing_is_made_up(save):
     said = heading(save((make_run("lora", 1e-4, setup=None, budget_parameters=None, versions={}, device=None), None)))
     assert said.pop("Budget") == "no number of parameters"
     assert set(said.values()) == {"not recorded"}
 
 
+@pytest.mark.slow
 def test_a_whole_grid_of_records_is_small_and_enough(tmp_path):
     """As many runs as examples/paper/smollm2-135m.yml has, all scored, and no files but the records."""
     items = (("AddSub", 395), ("MultiArith", 600), ("SingleEq", 508), ("gsm8k", 1319), ("AQuA", 254), ("SVAMP", 1000))

@@ -66,6 +66,7 @@ def golds(model, tokenizer, benchmark, count):
     return found
 
 
+@pytest.mark.slow
 def test_an_adapter_is_asked_every_benchmark_item_by_item(request_for, tiny_base, tiny_adapter, tmp_path):
     scores = score_model(request_for(tiny_adapter))
     assert scores.key == KEY
@@ -89,6 +90,7 @@ def test_an_adapter_is_asked_every_benchmark_item_by_item(request_for, tiny_base
         assert found.gold_nll == pytest.approx([nats for nats, _ in expected], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_right_is_1(request_for, tiny_base, monkeypatch):
     """The model always answers with the first item's gold answer: that item is correct by both rules."""
     from lm_eval.models.huggingface import HFLM
@@ -107,6 +109,7 @@ def test_what_is_right_is_1(request_for, tiny_base, monkeypatch):
     assert scores.benchmarks["AQuA"].correct_strict == "000", "a number is no letter"
 
 
+@pytest.mark.slow
 def test_a_whole_model_and_a_process_of_its_own(request_for, tiny_base, tmp_path):
     whole = tmp_path / "whole"
     shutil.copytree(tiny_base, whole)

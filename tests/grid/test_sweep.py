@@ -53,6 +53,7 @@ def test_it_stops_after_a_stage_and_goes_on_from_there(stage, write_grid, until,
     assert len(list(RUNS.rglob("scores.json"))) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "runs", "left", "scored"), [("all", "chosen", 4, 3), ("chosen", "all", 2, 5), ("chosen", "none", 2, 0)]
 )
@@ -94,6 +95,7 @@ def test_two_sweeps_do_not_share_a_folder(stage, write_grid):
     assert stage.sweep(grid)
 
 
+@pytest.mark.slow
 def test_norms_are_measured_once_for_all_runs_that_calibrate_alike(stage, write_grid):
     wanda = {"adapter": "super"}
     methods = {

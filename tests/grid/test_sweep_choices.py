@@ -27,6 +27,7 @@ def test_a_run_that_is_chosen_after_its_weights_were_dropped_is_trained_again(st
     assert len(list(RUNS.rglob("scores.json"))) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["chosen", "all"])
 def test_a_choice_that_training_again_moves_is_followed(stage, write_grid, keep):
     """Devices are not deterministic: after a second training another rate may be the best."""
@@ -52,6 +53,7 @@ def test_a_choice_that_training_again_moves_is_followed(stage, write_grid, keep)
     assert stage.calls() == []
 
 
+@pytest.mark.slow
 def test_a_seed_that_diverged_decides_against_its_rate_and_is_not_scored(stage, write_grid):
     nan = float("nan")
     stage.plan["nll"] = {"lora 0.001 0": 0.1, "lora 0.001 1": nan, "magnitude 0.001 7": nan, "magnitude 0.001 0": 0.5}
@@ -70,6 +72,7 @@ def test_scores_that_were_asked_otherwise_are_an_error(stage, write_grid):
         Sweep(write_grid(), Devices(()), None).listing()
 
 
+@pytest.mark.slow
 def test_a_model_that_could_not_be_scored_is_told_and_tried_again(stage, write_grid):
     grid = write_grid()
     stage.plan["score_fails"] = "runs/lora"

@@ -43,6 +43,7 @@ def test_a_failure_is_recorded_with_the_end_of_its_log_and_the_others_go_on(stag
     assert "line 99" not in (folder("lora", 1e-4) / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_loses_nothing_and_repeats_nothing(stage, write_grid, tmp_path):
     grid = write_grid(score={"runs": "none"})
     fifo = tmp_path / "fifo"
@@ -68,6 +69,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_repeats_nothing(stage, write_g
     assert {run.status for run in read_runs(RUNS)} == {"done"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", [[], ["optimizer.pt"], ["scheduler.pt"]])
 def test_a_stopped_run_without_its_optimizers_state_starts_anew(stage, write_grid, states):
     """As with save_only_model; the Trainer would resume with a restarted learning rate schedule."""
@@ -124,6 +126,7 @@ def test_no_run_is_started_that_would_end_too_late(stage, write_grid):
     assert stage.calls("run") == FIRST[1:]
 
 
+@pytest.mark.slow
 def test_a_log_says_how_far_it_is_and_how_long_it_will_take(stage, write_grid):
     """As a terminal's progress bar does; the first runs have no estimate."""
     grid = write_grid(score={"runs": "none"})
@@ -139,6 +142,7 @@ def test_a_log_says_how_far_it_is_and_how_long_it_will_take(stage, write_grid):
     assert "(3 of 4, 2 h 0 min left): ended with exit code 7" in lines[2]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_the_limit_is_stopped_and_goes_on(stage, write_grid, tmp_path):
     grid = write_grid(score={"runs": "none"})
     stage.plan["behaviour"] = {"lora 0.0001 0": "block"}

@@ -20,6 +20,7 @@ with writing(sys.argv[1]), whole_file(sys.argv[1]) as temporary:
 """
 
 
+@pytest.mark.slow
 def test_a_file_of_safetensors_that_does_not_fit_is_named(tmp_path):
     target = tmp_path / "norms.safetensors"
     ran = subprocess.run([sys.executable, "-c", FULL, str(target)], capture_output=True, text=True, check=False)

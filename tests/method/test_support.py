@@ -162,6 +162,7 @@ def test_any_scores_in_any_blocks_match_a_stable_sort(dtype, direction, tenths, 
     assert support.tolist() == reference(scores, count, direction, tenths / 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "fp32", "equal", "zeros", "two values", "close", "fp64"])
 def test_blocks_of_a_layer_give_what_the_whole_layer_gives(small_blocks, kind):
     generator = torch.Generator().manual_seed(2)

@@ -97,7 +97,11 @@ def test_the_llama_examples_have_the_papers_settings(path):
     assert raw["datasets"][0]["path"] == "openai/gsm8k"
 
 
-@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [PAPER[0], *(pytest.param(path, marks=pytest.mark.slow) for path in PAPER[1:])],
+    ids=lambda path: path.name,
+)
 def test_the_llama_examples_prompt_with_the_alpaca_template(path, base, settings, load, tmp_path):
     from axolotl.common.datasets import load_datasets
 
@@ -122,6 +126,7 @@ def test_the_committed_word_problems_are_what_the_script_writes():
     assert len({record["instruction"] for record in records}) == len(records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.name)
 def test_a_script_says_how_it_is_called_and_writes_nothing(script, tmp_path):
     asked = subprocess.run([sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, text=True)

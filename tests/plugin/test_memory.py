@@ -157,6 +157,7 @@ def test_other_decoders_keep_what_is_estimated(kind):
     assert kept == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

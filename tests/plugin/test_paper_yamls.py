@@ -10,7 +10,9 @@ from axolotl_supertune.grid.read_config import read_grid
 PAPER = Path(__file__).parents[2] / "examples" / "paper"
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "llama3.2-1b", "llama3-8b"])
+@pytest.mark.parametrize(
+    "name", ["llama3-8b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("smollm2-135m", "llama3.2-1b"))]
+)
 def test_nothing_of_a_method_is_dropped(name, tmp_path, monkeypatch, fresh_plugins):
     from axolotl.cli.config import prepare_plugins
     from axolotl.integrations.base import PluginManager

@@ -373,6 +373,7 @@ def planned_step(mapping, **options):
     return made.job.step
 
 
+@pytest.mark.slow
 def test_the_step_of_a_config(large, monkeypatch):
     step = planned_step(large(LLAMA_70B, micro_batch_size=4, sequence_len=512))
     assert (step.sequences, step.length, step.attention, step.width) == (4, 512, "masked", 2)

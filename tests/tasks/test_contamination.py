@@ -498,6 +498,7 @@ def test_exact_matches_recounted(reports, path, column):
             assert squashed(records[index]["instruction"].split("Answer Choices")[0]) in squashed(rows[at][column])
 
 
+@pytest.mark.slow
 def test_the_counts(reports):
     def counts(path):
         entries = reports(path)["benchmarks"].items()

@@ -69,6 +69,7 @@ def test_where_the_support_lies():
     assert moved[0, 0] == pytest.approx(2 * 0.5**0.5)
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_draws(make, tmp_path):
     folder, _ = make(supra_lambda=0.5)
     result = run(folder, "--png", tmp_path / "where.png")

@@ -466,6 +466,7 @@ def test_a_cast_of_the_model_leaves_the_quantized_weights_alone(load, ids, kind)
 # --- merging
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("supra_lambda", [0, 0.5, 1])
 @pytest.mark.parametrize("kind", KINDS)
