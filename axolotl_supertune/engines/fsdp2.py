@@ -100,7 +100,7 @@ class FSDP2(Engine):
 
     @property
     def checkpoints_activations(self) -> bool:
-        return bool(self.settings.get("activation_checkpointing"))
+        return bool(self.setting("activation_checkpointing"))
 
     @property
     def offloads_weights(self) -> bool:

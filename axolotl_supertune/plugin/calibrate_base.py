@@ -38,8 +38,8 @@ def calibrate_base(config: Path, output: Path | None = None, *, stream: bool = F
     """
     raw = yaml.safe_load(config.read_text(encoding="utf-8"))
     target = output or raw.get("calibration_path")
-    # Without an engine: here the model is whole.
-    cfg: Any = load_cfg(str(config), **{key: None for key in (*engines.KEYS, "calibration_path") if key in raw})
+    # Without an engine: here the model is whole. With `ddp: true` Axolotl would move it to the device as a whole.
+    cfg: Any = load_cfg(str(config), **{key: None for key in (*engines.KEYS, "ddp", "calibration_path") if key in raw})
     if cfg.adapter not in validation.ADAPTERS:
         raise ValueError(f"adapter: {cfg.adapter} needs no calibration; adapter: supra or super does.")
     if not validation.method_config(cfg).needs_norms:

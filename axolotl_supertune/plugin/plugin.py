@@ -4,6 +4,7 @@ They check the YAML, calibrate, put the adapter into the model, and refuse to ev
 the trained one. The work is done in the other files of this room.
 """
 
+import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,10 @@ class SupertunePlugin(BasePlugin):
             return
         self._processes = _connected_processes()
         replacements = engine_of(cfg).loading_keys(cfg.torch_dtype)
-        self._replaced = {key: cfg[key] for key in replacements}
-        cfg.update(replacements)
+        # Copies, assigned one by one: `update` of Axolotl's config merges nested mappings in place.
+        self._replaced = {key: copy.deepcopy(cfg[key]) for key in replacements}
+        for key, value in replacements.items():
+            cfg[key] = value
         # If one process failed alone, the others would wait for it to load its part of the base.
         with self._processes.synchronized("reading the base model's config"):
             model_config = axolotl_compat.load_model_config(cfg)
@@ -145,7 +148,8 @@ class SupertunePlugin(BasePlugin):
         Axolotl sets the dtypes of what is not quantized after this hook.
         """
         if cfg.adapter in validation.ADAPTERS:
-            cfg.update(self._replaced)
+            for key, value in self._replaced.items():
+                cfg[key] = value
             self._replaced = {}
             quantized_base.prepare(cfg, model)
             engine = engine_of(cfg)

@@ -95,3 +95,11 @@ def test_the_list_names_keys_as_deepspeed_does():
 def test_asking_for_the_keys_loads_no_torch():
     code = "import sys, axolotl_supertune.engines as e; e.engine_of({}, 2); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+def test_keys_of_fsdp_config_are_read_with_and_without_their_prefix(prefix):
+    config = {f"{prefix}activation_checkpointing": True, f"{prefix}offload_params": True}
+    engine = engine_of({"fsdp_config": config}, 2)
+    assert engine.checkpoints_activations
+    assert engine.offloads_weights

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from axolotl_supertune import ActivationNorms, calibrate
 from axolotl_supertune.commands.cli import supertune
 from axolotl_supertune.method.layerwise import streamed
+from axolotl_supertune.plugin import calibrate_base
 
 
 @pytest.fixture
@@ -41,6 +42,20 @@ def test_the_command_writes_what_a_training_measures(trained, settings, train, w
     assert (tmp_path / "a/b.safetensors").read_bytes() == measured.read_bytes()
     train(again)
     assert not (tmp_path / "again/activation_norms.safetensors").exists()
+
+
+def test_ddp_in_the_yaml_does_not_move_a_streamed_model_as_a_whole(settings, write, run, monkeypatch):
+    seen = []
+
+    class Loader(calibrate_base.ModelLoader):
+        def __init__(self, cfg, *args, **kwargs):
+            seen.append(cfg.ddp)
+            super().__init__(cfg, *args, **kwargs)
+
+    monkeypatch.setattr(calibrate_base, "ModelLoader", Loader)
+    result = run(write(settings(ddp=True)), "--stream")
+    assert result.exit_code == 0, result.output
+    assert seen == [False]  # with True, Axolotl's loader moves the model to the GPU
 
 
 def test_norms_that_are_there_are_not_replaced_unasked(settings, write, run, tmp_path):
