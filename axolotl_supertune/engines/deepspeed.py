@@ -44,6 +44,8 @@ def _off(why: str) -> _Allowed:
     return _Allowed(_OFF, why)
 
 
+_OFF_ONLY = _off("it was not tested. Remove it")
+
 _REDUCED_EARLY = (
     "it was not tested: gradients of layers that are gathered together are reduced before they are there, where the "
     "input needs none. Remove it"
@@ -57,6 +59,10 @@ TESTED_KEYS: dict[str, _Allowed] = {
     "gradient_clipping": _ANY,
     "steps_per_print": _ANY,
     "wall_clock_breakdown": _ANY,
+    # These change nothing at DeepSpeed's defaults.
+    "prescale_gradients": _OFF_ONLY,
+    "memory_breakdown": _OFF_ONLY,
+    "gradient_predivide_factor": _only(1.0),
     "zero_allow_untested_optimizer": _ANY,
     "zero_force_ds_cpu_optimizer": _ANY,
     "zero_optimization.stage": _only(1, 2, 3),

@@ -68,6 +68,7 @@ class Engine:
         shards_while_loading: whether the base is sharded while it is loaded, so that `restore_buffers` must run.
         gathers_by: what gathers the weights in every pass, for the log; None if they are always whole.
         gradient_refusal: why the support cannot be chosen by gradient, or None if it can.
+        partial_save_refusal: why it needs a trainer that saves sharded adapters whole, or None if it needs none.
     """
 
     name: ClassVar[str] = "one GPU"
@@ -77,6 +78,7 @@ class Engine:
     shards_while_loading: ClassVar[bool] = False
     gathers_by: ClassVar[str | None] = None
     gradient_refusal: ClassVar[str | None] = None
+    partial_save_refusal: ClassVar[str | None] = None
 
     def __init__(self, processes: int = 1, settings: Mapping[str, Any] | None = None) -> None:
         self.processes = processes

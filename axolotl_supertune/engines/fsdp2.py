@@ -11,11 +11,9 @@ Internals that this file reaches into:
 import contextlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
-from importlib.metadata import version as installed
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -36,6 +34,10 @@ class FSDP2(Engine):
     shards_optimizer = True
     gathers_by = "FSDP"
     gradient_refusal = "a process holds a part of every weight, and so of every gradient"
+    partial_save_refusal = (
+        "its checkpoints hold one process's part of an adapter, and what cannot be sharded, a support, must not be "
+        "integers there. Use Axolotl 0.21 or newer (Python 3.12), or DDP: remove fsdp_config"
+    )
 
     def setting(self, key: str) -> Any:
         """A key of fsdp_config, whose old name begins with fsdp_."""
@@ -54,14 +56,6 @@ class FSDP2(Engine):
         if cfg.get("fsdp") or not config:
             raise ConfigError(
                 "fsdp", f"{cfg.get('fsdp')} is how FSDP1 was configured; write fsdp_config, with fsdp_version: 2."
-            )
-        axolotl = installed("axolotl")
-        if Version(axolotl) < Version("0.21"):
-            raise ConfigError(
-                "fsdp_config",
-                f"FSDP2 does not work with adapter: {cfg['adapter']} under Axolotl {axolotl}: its "
-                "checkpoints hold one process's part of an adapter, and what cannot be sharded, a support, must not be "
-                "integers there. Use Axolotl 0.21 or newer (Python 3.12), or DDP: remove fsdp_config.",
             )
         _check_config(config, cfg)
         for key in ("load_in_4bit", "load_in_8bit"):

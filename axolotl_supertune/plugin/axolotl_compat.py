@@ -25,6 +25,7 @@ from axolotl.utils.config import prepare_plugins, validate_config
 from axolotl.utils.distributed import init_distributed_state
 from axolotl.utils.schemas.config import AxolotlInputConfig
 from axolotl.utils.train import determine_last_checkpoint
+from packaging.version import Version
 
 __all__ = [
     "PREPARED_FOLDER",
@@ -44,6 +45,7 @@ __all__ = [
     "register_plugins",
     "registered_argument_classes",
     "registered_plugins",
+    "saves_sharded_adapters",
     "task_type",
     "unquantized_modules",
     "validated",
@@ -174,6 +176,13 @@ def last_checkpoint(cfg: Any) -> str | None:
 def process_timeout() -> float:
     """Seconds that processes wait for each other."""
     return float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT))
+
+
+def saves_sharded_adapters() -> bool:
+    """Whether this Axolotl saves an adapter whole whose tensors are sharded over the processes (0.21)."""
+    # 0.19 writes one process's part, without an error, and its way of sharding refuses integer tensors.
+    # Tests: test_validation.py::test_fsdp2_is_taken_from_axolotl_0_21_on, test_several_processes.py.
+    return Version(axolotl_version()) >= Version("0.21")
 
 
 # --- Models and adapters ----------------------------------------------------------------------------------------------

@@ -3,6 +3,10 @@
 The batches come from the Trainer's own data loader, so they are training records with the run's template, masking,
 packing and collator. They are drawn with the config's seed, and every random generator is restored afterwards, so that
 training goes on as if none had been drawn.
+
+Internals that this file reaches into: `_dataloaders` of Accelerate, `_prepare_inputs` of transformers' Trainer and
+`include_tkps` of Axolotl's arguments. If one were renamed, the choice of supports would raise AttributeError before the
+first step: tests/plugin/test_gradient_callback.py.
 """
 
 import contextlib

@@ -4,7 +4,10 @@ They check the YAML, calibrate, put the adapter into the model, and refuse to ev
 the trained one. The work is done in the other files of this room.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,19 +42,33 @@ LOG = get_logger(__name__)
 NORMS_FILE = "activation_norms.safetensors"
 
 
+_PLANNING = ContextVar("_PLANNING", default=False)
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Context of `axolotl supertune plan`: libraries of the engine need not be installed on this machine.
+
+    It holds for every plugin object, as Axolotl's validation registers one of its own.
+    """
+    token = _PLANNING.set(True)
+    try:
+        yield
+    finally:
+        _PLANNING.reset(token)
+
+
 class SupertunePlugin(BasePlugin):
     """Makes `adapter: supra` and `adapter: super` trainable: `plugins: [axolotl_supertune.SupertunePlugin]`.
 
     Attributes:
         calibrates_only: set by `axolotl supertune calibrate`. The calibration text is read even if the YAML names an
             adapter or a checkpoint, and `load_adapter` returns the bare model.
-        plans_only: set by `axolotl supertune plan`. Libraries of the engine need not be installed on this machine.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calibrates_only = False
-        self.plans_only = False
         self._inference = False
         self._processes: Processes | None = None
         self._replaced: dict[str, Any] = {}  # the YAML's values of keys that differ while the base is loaded
@@ -76,7 +93,7 @@ class SupertunePlugin(BasePlugin):
             # Inference and merging run in one process. merge-lora loads the YAML twice and sets merge_lora only the
             # second time; `is_merging` covers the first.
             engine_of(cfg).leave_out(cfg)
-        if not self.plans_only:
+        if not _PLANNING.get():
             engine_of(cfg).check_installed()
         output_dir = Path(cfg.get("output_dir") or ".")
         if self._inference or cfg.get("merge_lora"):

@@ -90,7 +90,17 @@ def check_modes(cfg: MutableMapping[str, Any]) -> None:
                     f"{cfg[key]} does not work with calibration_dataset: {TRAINING_SET}: {reason}. Remove {key}, or "
                     "name a text.",
                 )
-    engine_of(cfg).check(cfg)
+    engine = engine_of(cfg)
+    engine.check(cfg)
+    if engine.key and engine.partial_save_refusal:
+        from . import axolotl_compat  # loads Axolotl, which a grid's report does without
+
+        if not axolotl_compat.saves_sharded_adapters():
+            raise ConfigError(
+                engine.key,
+                f"{engine.name} does not work with adapter: {cfg['adapter']} under Axolotl "
+                f"{axolotl_compat.axolotl_version()}: {engine.partial_save_refusal}.",
+            )
 
 
 def _set_keys(cfg: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

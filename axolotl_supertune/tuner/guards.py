@@ -2,6 +2,10 @@
 
 Which kernels compute an adapted layer depends on its tensors, adapters, dtypes and modes. Finding that out takes far
 longer than looking whether any of it has changed, so the answer of one forward is kept for the next, behind a `Guard`.
+
+Internals that this file reaches into: `_parameters`, `_buffers` and `_modules` of torch's modules,
+`_disable_adapters`, `_active_adapter` and `merged_adapters` of PEFT's layers. If one were renamed, the first forward
+with kernels would raise (KeyError or AttributeError): tests/interpreter/test_model.py.
 """
 
 import copy

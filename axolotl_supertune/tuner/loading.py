@@ -1,4 +1,9 @@
-"""Loading SUPRA adapters through PEFT: mismatches are refused before anything changes, and errors are rolled back."""
+"""Loading SUPRA adapters through PEFT: mismatches are refused before anything changes, and errors are rolled back.
+
+Internals that this file reaches into: `PeftModel._split_kwargs`, which separates the Hub's arguments from the others.
+If it were renamed, replacing a loaded SUPRA adapter by a file would raise AttributeError:
+tests/tuner/test_several.py.
+"""
 
 import os
 from collections.abc import Callable

@@ -1,6 +1,11 @@
 """SupraModel: the PEFT tuner that puts SupraLinear in the place of the target layers.
 
 `targets` decides which layers those are, `selection` what is trained in each.
+
+Internals that this file reaches into: `_prepare_model`, `_create_and_replace`, `_replace_module`,
+`_unload_and_optionally_merge` and `_check_merge_allowed` of PEFT's `BaseTuner`, which methods in PEFT's own tree
+override or call, too. If one were renamed or got other arguments, no layer would be adapted or merged:
+tests/tuner/test_tuner.py, and PEFT's own tests with SUPRA (tests/conformance).
 """
 
 from typing import Any, ClassVar

@@ -81,6 +81,19 @@ def test_a_section_that_is_switched_off_is_allowed():
     check_keys({"autotuning": {"enabled": False}, "zero_optimization": {"offload_param": {"device": "none"}}}, "supra")
 
 
+DEFAULTS = {"prescale_gradients": False, "memory_breakdown": False, "gradient_predivide_factor": 1.0}
+
+
+def test_deepspeeds_own_defaults_are_allowed():
+    check_keys(DEFAULTS, "supra")
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_other_values_than_deepspeeds_defaults_are_refused(key):
+    with pytest.raises(ConfigError, match=f"^deepspeed: {key}: .* not tested"):
+        check_keys({key: 2.0}, "supra")
+
+
 def test_the_list_names_keys_as_deepspeed_does():
     """A key that DeepSpeed does not know would be allowed here and refused there."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (the extra `deepspeed`)")

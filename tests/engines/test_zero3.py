@@ -147,7 +147,7 @@ def dense_step(model, kind):
 def test_gradients_are_the_dense_ones_and_nothing_is_kept_for_them(run, monkeypatch, settings, kernels):
     from axolotl_supertune.tuner import SupraLinear
 
-    monkeypatch.setattr(SupraLinear, "computed", dense_computed)
+    monkeypatch.setattr(SupraLinear, "reference_output", dense_computed)
     expected = {
         (kind, supra_lambda): dense_step(build(torch.float32, supra_lambda), kind)
         for kind in STEPS_OF

@@ -69,7 +69,7 @@ def dense(monkeypatch, ids):
             patch.setenv(KERNELS_VARIABLE, "reference")
             patch.setattr(
                 SupraLinear,
-                "computed",
+                "reference_output",
                 lambda layer, x, *parts: sparse_linear(x, layer.base_layer.weight, layer.base_layer.bias, *parts),
             )
             return step(model, ids)

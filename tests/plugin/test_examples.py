@@ -39,7 +39,8 @@ def in_a_new_folder(tmp_path, monkeypatch):
     (tmp_path / "outputs/quickstart/calibration.txt").write_text("text")
     (tmp_path / "outputs/llama3-70b-supra-fsdp2").mkdir()
     (tmp_path / "outputs/llama3-70b-supra-fsdp2/norms.safetensors").write_text("calibrated beforehand")
-    monkeypatch.setattr("axolotl_supertune.engines.fsdp2.installed", lambda package: "0.21.0")  # what FSDP2 asks for
+    # FSDP2 asks for this Axolotl.
+    monkeypatch.setattr("axolotl_supertune.plugin.axolotl_compat.axolotl_version", lambda: "0.21.0")
 
     def config_folder(name):
         folder = tmp_path / "config"

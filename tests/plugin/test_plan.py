@@ -1,5 +1,6 @@
 """`axolotl supertune plan`: the numbers are training's, the refusals too, and no weight is needed."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from axolotl.utils.dict import DictDefault
 from click.testing import CliRunner
 from transformers import LlamaConfig
 
-from axolotl_supertune import ActivationNorms, calibrate
+from axolotl_supertune import ActivationNorms, SupertunePlugin, calibrate
 from axolotl_supertune.commands import cli
 from axolotl_supertune.plugin.plan import plan
 from axolotl_supertune.plugin.plan.from_yaml import engine_of
@@ -318,6 +319,16 @@ def test_the_size_of_a_gpu(settings, run):
     assert small.exit_code == 1
     assert "does not fit" in small.output
     assert "is no size" in run(mapping, "--gpu-memory", "much").output
+
+
+def test_the_libraries_of_an_engine_need_not_be_installed_to_plan(settings, run, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "deepspeed" else found(name))
+    mapping = settings(deepspeed={"zero_optimization": {"stage": 2}})
+    planned = run(mapping, "--gpus", 2)
+    assert "not installed" not in planned.output, planned.output
+    with pytest.raises(ValueError, match="deepspeed: DeepSpeed is not installed"):
+        SupertunePlugin().register(mapping)
 
 
 def test_a_mixture_of_experts_has_budgets_and_no_estimate(large, run, tmp_path):

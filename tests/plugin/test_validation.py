@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from axolotl_supertune import SupertunePlugin
 from axolotl_supertune.engines.processes import check_processes_know_each_other, on_cpus
+from axolotl_supertune.plugin.plugin import planning
 from axolotl_supertune.plugin.validation import OWN_KEYS, SHARED_KEYS, method_config, prepare
 
 
@@ -249,9 +250,8 @@ def test_deepspeed_that_is_not_installed_names_the_extra(monkeypatch):
     cfg = {"adapter": "supra", "mask_score": "magnitude", "deepspeed": ZERO2}
     with pytest.raises(ValueError, match=r"deepspeed: DeepSpeed is not installed\. .*axolotl-supertune\[deepspeed\]"):
         SupertunePlugin().register(cfg)
-    planning = SupertunePlugin()
-    planning.plans_only = True
-    planning.register(cfg)
+    with planning():
+        SupertunePlugin().register(cfg)
     cfg.pop("deepspeed")
     SupertunePlugin().register(cfg)
 
@@ -276,7 +276,7 @@ FSDP2 = {"reshard_after_forward": True, "transformer_layer_cls_to_wrap": "LlamaD
     ids=str,
 )
 def test_what_fsdp2_cannot_do_is_refused(monkeypatch, changes, message):
-    monkeypatch.setattr("axolotl_supertune.engines.fsdp2.installed", lambda package: "0.21.0")
+    monkeypatch.setattr("axolotl_supertune.plugin.axolotl_compat.axolotl_version", lambda: "0.21.0")
     with pytest.raises(ValueError, match=message):
         prepare(
             {"adapter": "supra", "supra_lambda": 1, "fsdp_version": 2, **changes}, KNOWN | {"torch_compile", "fsdp"}
@@ -285,10 +285,10 @@ def test_what_fsdp2_cannot_do_is_refused(monkeypatch, changes, message):
 
 def test_fsdp2_is_taken_from_axolotl_0_21_on(monkeypatch):
     cfg = {"adapter": "supra", "supra_lambda": 1, "fsdp_version": 2, "fsdp_config": dict(FSDP2)}
-    monkeypatch.setattr("axolotl_supertune.engines.fsdp2.installed", lambda package: "0.19.0")
+    monkeypatch.setattr("axolotl_supertune.plugin.axolotl_compat.axolotl_version", lambda: "0.19.0")
     with pytest.raises(ValueError, match=r"FSDP2 does not work with adapter: supra under Axolotl 0\.19\.0: "):
         prepare(cfg, KNOWN)
-    monkeypatch.setattr("axolotl_supertune.engines.fsdp2.installed", lambda package: "0.21.0")
+    monkeypatch.setattr("axolotl_supertune.plugin.axolotl_compat.axolotl_version", lambda: "0.21.0")
     prepare(cfg, KNOWN)
     prepare(cfg, KNOWN)
     assert cfg["fsdp_config"] == {**FSDP2, "state_dict_type": "FULL_STATE_DICT"}

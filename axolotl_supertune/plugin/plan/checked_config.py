@@ -16,7 +16,7 @@ from ...engines import KEYS
 from ...method.config_error import ConfigError, MissingFileError
 from .. import axolotl_compat, validation
 from ..args import SupertuneArgs
-from ..plugin import SupertunePlugin
+from ..plugin import planning
 
 # Keys that decide the budgets: without them there is nothing to plan.
 _BUDGET_KEYS = {*SupertuneArgs.model_fields, *validation.SHARED_KEYS, "adapter", "base_model"}
@@ -49,9 +49,6 @@ def checked_config(raw: MutableMapping[str, Any], gpus: int) -> CheckedConfig:
     """
     _check_plannable(raw)
     axolotl_compat.register_plugins(raw.get("plugins") or [])
-    for plugin in axolotl_compat.registered_plugins():
-        if isinstance(plugin, SupertunePlugin):
-            plugin.plans_only = True
     known = axolotl_compat.config_keys(axolotl_compat.registered_argument_classes())
     refusals: list[str] = []
     left = copy.deepcopy(dict(raw))
@@ -65,7 +62,7 @@ def checked_config(raw: MutableMapping[str, Any], gpus: int) -> CheckedConfig:
             refusals.append(str(error))
             left = _without(left, error)
     try:
-        with _world_size(1):  # checks of the number of processes have run above
+        with planning(), _world_size(1):  # checks of the number of processes have run above
             cfg = axolotl_compat.validated(cfg, gpus)
     except (ValueError, ImportError) as error:
         refusals.append(str(error))
