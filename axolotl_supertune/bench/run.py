@@ -1,5 +1,6 @@
 """Measures methods one after another, each in a process of its own, and writes bench.json and bench.png."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -49,6 +50,7 @@ _COSTLY = {
     "activation_offloading",
     "unfrozen_parameters",
 }
+_PARTIAL = "bench.partial.json"
 # A step of a larger model takes minutes on a CPU, and says nothing about a GPU.
 _CPU_PARAMETERS = 200_000_000
 _CPU_CALIBRATION: dict[str, Any] = {"calibration_samples": 8, "calibration_sequence_len": 64}
@@ -109,7 +111,7 @@ def write_profile(measurement: Measurement, method: str, output: Path) -> Path:
 def measure_methods(
     measurement: Measurement, names: list[str], output: Path, *, model: str, command: str
 ) -> dict[str, Any]:
-    """Measure methods and write bench.json and bench.png.
+    """Measure methods; the rows so far are in bench.partial.json, which stays until `write_result`.
 
     Args:
         names: keys of METHODS, the floor first.
@@ -117,19 +119,26 @@ def measure_methods(
         model, command: recorded in bench.json.
 
     Returns:
-        The content of bench.json.
+        The content of bench.json, which `write_result` writes.
     """
     about = {"model": model, "command": command, "methods": names}
     # Written after every row, next to an earlier run's bench.json: a stopped run loses neither.
-    partial = output / "bench.partial.json"
     for result in run(measurement, names):
-        _write_json(partial, result | about)
-    result |= about
+        with contextlib.suppress(OSError):  # a disk that is full now: `write_result` says so after the table is shown
+            _write_json(output / _PARTIAL, result | about)
+    return result | about
+
+
+def write_result(result: dict[str, Any], output: Path) -> None:
+    """Write bench.json and bench.png, and remove bench.partial.json.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     _write_json(output / "bench.json", result)
-    partial.unlink()
+    (output / _PARTIAL).unlink(missing_ok=True)
     with whole_file(output / "bench.png") as temporary:
         draw(result, temporary)
-    return result
 
 
 def run(measurement: Measurement, names: list[str]) -> Iterator[dict[str, Any]]:

@@ -82,6 +82,7 @@ def bench(
             measurement, names, output, model=model or measurement.model, command=_command_line(context)
         )
         _show(result, as_markdown)
+        run.write_result(result, output)
         click.echo(f"wrote {output / 'bench.json'} and {output / 'bench.png'}", err=True)
     if any(row["status"] == "failed" for row in result["rows"]):
         context.exit(1)

@@ -1,11 +1,11 @@
 """`axolotl supertune calibrate`: measure activation norms ahead of a training."""
 
-import os
 from pathlib import Path
 
 import click
 
 from .errors import user_errors
+from .files import read_yaml
 
 
 @click.command("calibrate")
@@ -24,9 +24,12 @@ def calibrate(config: Path, output: Path | None, stream: bool, overwrite: bool) 
 
     For models that a training holds only in shards, and to calibrate once for many runs.
     """
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise click.ClickException(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this command runs in one process.")
+    from ..engines.world_size import launched_processes
+
+    if launched_processes() > 1:
+        raise click.ClickException(f"WORLD_SIZE={launched_processes()}: this command runs in one process.")
     with user_errors(output or "the activation norms"):
+        read_yaml(config)  # names a file that is no YAML of keys before Axolotl is imported
         from ..plugin.calibrate_base import calibrate_base
 
         path = calibrate_base(config, output, stream=stream, overwrite=overwrite)

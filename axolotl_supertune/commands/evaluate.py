@@ -35,7 +35,7 @@ def evaluate(
 
     Axolotl's own `axolotl lm-eval` gives the harness output_dir as a whole model, which an adapter is not.
     """
-    with user_errors(output):
+    with user_errors():
         settings = read_yaml(config)
         folder = Path(settings.get("output_dir") or ".")
         target = output or folder / "supertune_eval.json"
@@ -43,18 +43,20 @@ def evaluate(
 
         trained = None if base_only else evaluation.check_adapter(adapter or folder)
         arguments = evaluation.model_arguments(settings, trained)
-        from .. import tuner  # noqa: F401 (registers SUPRA, also where the start-up hook is off)
+    from .. import tuner  # noqa: F401 (registers SUPRA, also where the start-up hook is off)
 
-        results, tables = evaluation.evaluate(
-            arguments,
-            tasks.split(","),
-            limit=limit,
-            batch_size=int(batch_size) if batch_size.isdigit() else batch_size,
-            device=device,
-            data_dir=data_dir,
-            contamination=report,
-        )
-        for table in tables:
-            click.echo(table)
+    # Outside `user_errors`: an error of the harness or of a model needs its traceback.
+    results, tables = evaluation.evaluate(
+        arguments,
+        tasks.split(","),
+        limit=limit,
+        batch_size=int(batch_size) if batch_size.isdigit() else batch_size,
+        device=device,
+        data_dir=data_dir,
+        contamination=report,
+    )
+    for table in tables:
+        click.echo(table)
+    with user_errors(target):
         write_json(target, results)
     click.echo(f"wrote {target}")

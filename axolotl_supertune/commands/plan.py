@@ -59,7 +59,7 @@ def plan(
         result = make(read_yaml(config), gpus=gpus, tokens=tokens)
         if result.estimate is not None:
             result.gpu_memory = gpu_memory
-        show(result)
+    show(result)
     if target is not None:
         with user_errors(target):
             write_json(target, as_json(result))

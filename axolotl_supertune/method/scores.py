@@ -166,8 +166,6 @@ SCORES: dict[str, Score] = {
     "squared_gradient": Score("gradients", "(∂L/∂W)² of training batches (RoSA)", squares_gradients=True),
 }
 MASK_SCORES = tuple(SCORES)
-NORM_SCORES = tuple(name for name, score in SCORES.items() if score.needs == "norms")
-GRADIENT_SCORES = tuple(name for name, score in SCORES.items() if score.needs == "gradients")
 
 # The type of `mask_score` in configs: one of the names above, which a type checker cannot read from a dict.
 if TYPE_CHECKING:

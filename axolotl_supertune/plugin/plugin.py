@@ -242,10 +242,11 @@ class SupertunePlugin(BasePlugin):
         running_engine(cfg, trainer).prepare_trainer(trainer)
         assert self._processes is not None, "load_adapter came first"
         callbacks = [
+            # Before CheckSaves, which reads the whole file: a run that is killed meanwhile has its record.
+            WriteTrainingRecord(self._processes, cfg.sparse_lr),
             RequireAllTrained(),
             RequireFp32(),
             CheckSaves(self._processes, self._resumes),
-            WriteTrainingRecord(self._processes, cfg.sparse_lr),
         ]
         cost = None
         if hasattr(trainer, "store_metrics"):  # the user's own trainer_cls may not have it

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from transformers import BitsAndBytesConfig
 
 from ..method.config_error import ConfigError
+from ..tuner.checkpoint import CONFIG
 from ..tuner.quantization import REMEDY
 from ..tuner.quantization.settings import base_quantization, plain_settings, quant_method
 from .axolotl_compat import prepare_quantized_model, unquantized_modules
@@ -150,7 +151,7 @@ def load_as_trained(cfg: Any, adapter: Path) -> None:
         cfg: the raw YAML; changed in place.
         adapter: the folder of the trained adapter, whose config has the settings.
     """
-    path = adapter / "adapter_config.json"
+    path = adapter / CONFIG
     saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if saved.get("base_quantization"):
         overrides = dict(cfg.get("overrides_of_model_kwargs") or {})

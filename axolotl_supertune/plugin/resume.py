@@ -11,12 +11,13 @@ from ..engines.engine import Engine
 from ..method.config_error import ConfigError
 from ..tuner import SupraConfig
 from ..tuner.base_digest import same_weights
+from ..tuner.checkpoint import CONFIG, WEIGHTS
 from .load import RUN_FIELDS, config_of, differences
 from .provenance import calibration_differences
 from .training_record import read_training_record
 
 LOG = get_logger(__name__)
-CHECKPOINT_FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer_state.json")
+CHECKPOINT_FILES = (CONFIG, WEIGHTS, "trainer_state.json")
 
 
 def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, engine: Engine) -> None:
@@ -35,9 +36,9 @@ def check_resume(cfg: Any, checkpoint: str, asked: SupraConfig, engine: Engine) 
     missing = [name for name in CHECKPOINT_FILES if not (folder / name).is_file()]
     if not missing:
         try:
-            safetensors.safe_open(os.fspath(folder / "adapter_model.safetensors"), framework="pt").keys()
+            safetensors.safe_open(os.fspath(folder / WEIGHTS), framework="pt").keys()
         except safetensors.SafetensorError as error:
-            missing = [f"readable adapter_model.safetensors ({error})"]
+            missing = [f"readable {WEIGHTS} ({error})"]
     if missing:
         raise ConfigError(
             "resume_from_checkpoint",

@@ -37,7 +37,7 @@ class WriteTrainingRecord(TrainerCallback):
 
 
 def read_training_record(checkpoint: Path) -> dict[str, Any] | None:
-    """The record in a checkpoint; None if it has none, as those of axolotl-supertune up to 0.1.
+    """The record in a checkpoint; None if it has none, as those written before this file existed.
 
     Raises:
         ValueError: the file is damaged.

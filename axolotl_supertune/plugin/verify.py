@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engines.processes import Processes, digest_of
 from ..engines.sharding import is_whole, shape_of, whole
 from ..tuner import SupraLayer
-from ..tuner.checkpoint import unpack
+from ..tuner.checkpoint import WEIGHTS, unpack
 
 # Parts of module names that torch.compile and activation checkpointing insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -61,7 +61,7 @@ def check_saved(model: Any, folder: Path, *, values: bool = False, reads: bool =
         expected = {name: whole(tensor) for name, tensor in expected.items()}
     if not reads:
         return
-    path = folder / "adapter_model.safetensors"
+    path = folder / WEIGHTS
     if not path.is_file():
         raise RuntimeError(f"{folder} was saved without {path.name}: the adapter is not in it.")
     saved = load_file(path)

@@ -97,19 +97,22 @@ def read_config(source: str | os.PathLike[str], *, may_be_on_hub: bool = False) 
         may_be_on_hub: a source that is no local path is the name of an adapter on the hub, which PEFT downloads.
 
     Raises:
-        ValueError: there is no trained adapter, its config is damaged, or it is one of another method.
+        ValueError: there is no trained adapter, its config is damaged or has a setting that `SupraConfig` refuses, or
+            it is one of another method.
     """
     name = os.fspath(source)
     local = os.path.exists(name) or not may_be_on_hub
     for file in (CONFIG, WEIGHTS) if local else ():
         if not os.path.isfile(os.path.join(name, file)):
             raise ValueError(f"{name} holds no {file}, so it is no trained adapter.")
-    # Of a name on the hub, PEFT's own ValueError says why it cannot be downloaded.
-    broken = (ValueError, KeyError, TypeError) if local else (json.JSONDecodeError, KeyError, TypeError)
     try:
         config = PeftConfig.from_pretrained(name)
-    except broken as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{name}/{CONFIG} is damaged ({error!r}): copy or save the adapter anew.") from error
+    except ValueError as error:
+        if not local:
+            raise  # PEFT's message says why the adapter cannot be downloaded
+        raise ValueError(f"{name}/{CONFIG}: {error}") from error
     if not isinstance(config, SupraConfig):
         raise ValueError(f"{name} holds a {config.peft_type} adapter, not one of Super or Supra.")
     return config

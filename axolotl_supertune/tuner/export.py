@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..method.atomic_files import staged, umask
-from .checkpoint import read_adapter, read_config
+from .checkpoint import WEIGHTS, read_adapter, read_config
 from .config import SupraConfig, exact_targets
 from .layer import SupraLayer
 from .layer_names import adapted_layers, base_name
@@ -292,7 +292,7 @@ def _save_adapter(config: Any, tensors: Mapping[str, Tensor], folder: Path) -> N
     """Write an adapter's two files as PEFT does."""
     folder.mkdir(exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, os.fspath(folder / "adapter_model.safetensors"), {"format": "pt"})
+    save_file(contiguous, os.fspath(folder / WEIGHTS), {"format": "pt"})
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)  # the order of a set varies from run to run
     config.save_pretrained(os.fspath(folder))

@@ -97,5 +97,5 @@ def guard_together(parent: nn.Module, names: Sequence[str], members: Sequence[An
     entries: list[tuple[Any, Any, Any]] = [
         (parent._modules, name, member) for name, member in zip(names, members, strict=True)
     ]
-    entries += [(member._guards, member.training, member._guards[member.training]) for member in members]
+    entries += [(member.layer_guards, member.training, member.layer_guards[member.training]) for member in members]
     return Guard(members, x, result, entries)

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .checkpoint import read_adapter, read_config
+from .checkpoint import WEIGHTS, read_adapter, read_config
 from .config import SupraConfig
 from .layer_names import adapted_layers, base_name
 
@@ -119,7 +119,7 @@ def read_report(folder: Path) -> AdapterReport:
     """
     config = read_config(folder)
     tensors = read_adapter(folder)
-    size = (folder / "adapter_model.safetensors").stat().st_size
+    size = (folder / WEIGHTS).stat().st_size
     return AdapterReport(config, tensors, layer_reports(tensors, config.lora_alpha), size)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # Triton may be absent
     from ..ops.inplace_weight import BatchedWriter, WeightSlot
 
 # Attributes that hold cached results: cleared by `invalidate_caches`, left out of copies and pickles.
-_CACHES = ("_slots", "_guards", "_own_groups", "guard_cache", "mlp_guards", "_gradients")
+_CACHES = ("_slots", "layer_guards", "_own_groups", "guard_cache", "mlp_guards", "_gradients")
 
 
 class InputGroup(Protocol):
@@ -75,7 +75,7 @@ class SupraLinear(nn.Module, SupraLayer):
         # (active adapters, dtype) → what is written into the base weight; at most one is written at a time.
         self._slots: dict[Any, WeightSlot] = {}
         # Kernel dispatch of the active adapters, by training mode: the dropouts differ.
-        self._guards: dict[bool, Guard] = {}
+        self.layer_guards: dict[bool, Guard] = {}
         self._own_groups: dict[tuple[bool, bool], Group] = {}
         # Results of adapters that were active before, so that switching back is cheap. The first member of a
         # `SharedInput` or a fused MLP also holds those of the whole group.
@@ -180,7 +180,7 @@ class SupraLinear(nn.Module, SupraLayer):
 
     def unwritten_kernel_layer(self, x: Tensor) -> "KernelLayer | None":
         """The layer as the kernels take it, with U not yet written into W; from the cache while its guard is valid."""
-        guard = self._guards.get(self.training)
+        guard = self.layer_guards.get(self.training)
         if guard is None or not guard.is_valid(x):
             if self._disable_adapters or self.merged_adapters or self.pending_adapters:
                 return None
@@ -191,7 +191,7 @@ class SupraLinear(nn.Module, SupraLayer):
                 if layer is None:
                     return None
                 guard = self.guard_cache[key] = Guard([self], x, layer)
-            self._guards[self.training] = guard
+            self.layer_guards[self.training] = guard
         cached: KernelLayer = guard.result
         return cached
 

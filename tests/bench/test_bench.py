@@ -1,5 +1,6 @@
 """The benchmark on a CPU: rows, files, refusals, and the paper's layer against `sparse_linear`."""
 
+import errno
 import json
 from dataclasses import replace
 
@@ -150,6 +151,20 @@ def test_the_command_leaves_a_table_and_two_files(tmp_path, monkeypatch):
     floors = [row["step_ms"] for row in saved["rows"] if row["method"] == "floor"]
     assert saved["rows"][1]["step_times_floor"] == pytest.approx(saved["rows"][1]["step_ms"] / (sum(floors) / 2))
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_does_not_hide_the_table(tmp_path, monkeypatch):
+    def full(path, result):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    row = {"status": "ok", "step_ms": 1.0}
+    monkeypatch.setattr(run, "run", lambda *_: iter([{"rows": [row]}]))
+    monkeypatch.setattr(run, "_write_json", full)
+    monkeypatch.setattr("axolotl_supertune.bench.report.print_table", lambda result: print("the table"))
+    result = invoke("--methods", "super", *SMALL, "--output", tmp_path)
+    assert result.exit_code == 1
+    assert "the table" in result.output
+    assert "bench.json: No space left on device" in " ".join(result.output.split())
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ import errno
 
 import click
 import pytest
+from click.testing import CliRunner
 
+from axolotl_supertune.commands.cli import supertune
 from axolotl_supertune.commands.errors import user_errors
 
 
@@ -28,3 +30,22 @@ def test_a_closed_pipe_and_a_bug_are_left_alone():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     with pytest.raises(KeyError), user_errors():
         raise KeyError("bug")
+
+
+def test_an_error_of_the_harness_keeps_its_traceback(tmp_path, monkeypatch):
+    bug = ValueError("a bug of a library")
+
+    def evaluate(*args, **kwargs):
+        raise bug
+
+    monkeypatch.setattr("axolotl_supertune.tasks.evaluation.evaluate", evaluate)
+    (tmp_path / "run.yml").write_text("base_model: base\n")
+    result = CliRunner().invoke(supertune, ["eval", str(tmp_path / "run.yml"), "--base"])
+    assert result.exception is bug
+
+
+def test_calibrate_names_a_yaml_that_is_no_mapping(tmp_path):
+    (tmp_path / "run.yml").write_text("- a\n")
+    result = CliRunner().invoke(supertune, ["calibrate", str(tmp_path / "run.yml")])
+    assert result.exit_code == 1
+    assert "run.yml: not a YAML of keys" in " ".join(result.output.split())

@@ -35,7 +35,7 @@ def computed_by(layers):
     """The kinds of what computed dU, or the whole layer where the kernels did."""
     gradients = {type(each[1]).__name__ for layer in layers.values() for each in layer._gradients.values()}
     return gradients | {
-        type(known.result.slot).__name__ for layer in layers.values() for known in layer._guards.values()
+        type(known.result.slot).__name__ for layer in layers.values() for known in layer.layer_guards.values()
     }
 
 

@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_dense_weight(make, supra_lambda, reshard):
     y = block(x)
     assert type(layer.base_layer.weight).__name__ == ("DTensor" if reshard else "Parameter")
     y.backward(dy)
-    assert type(layer._guards[True].result.slot) is GatheredSlot
+    assert type(layer.layer_guards[True].result.slot) is GatheredSlot
     assert not layer._gradients
     assert torch.equal(whole(layer.base_layer.weight), weight), "nothing is left in it"
 

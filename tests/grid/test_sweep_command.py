@@ -9,8 +9,10 @@ from click.testing import CliRunner
 from grid_cases import MAGNITUDE, RUNS
 
 from axolotl_supertune.commands.cli import supertune
+from axolotl_supertune.grid.sweep import dry_run
 from axolotl_supertune.grid.sweep.jobs import OutOfTime, Signalled
 from axolotl_supertune.grid.sweep.sweep import Sweep
+from axolotl_supertune.method.config_error import MissingFileError
 
 
 @pytest.fixture
@@ -105,3 +107,13 @@ def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(write_grid,
     assert result.exit_code == 1
     assert said in result.output
     assert isinstance(result.exception, SystemExit)
+
+
+def test_a_dry_run_lists_a_missing_file_that_cannot_be_left_out(tmp_path, monkeypatch):
+    def make(*args, **kwargs):
+        raise MissingFileError("base_model", "there is no folder base.")
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(dry_run.planning, "make", make)
+    findings = dry_run._check_run({"adapter": "supra", "base_model": str(tmp_path)}, {})
+    assert findings.refusals == ["base_model: there is no folder base."]

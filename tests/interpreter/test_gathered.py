@@ -78,7 +78,7 @@ def dense(monkeypatch, ids):
 
 
 def slots(layers):
-    return [known.result.slot for layer in layers for known in layer._guards.values()]
+    return [known.result.slot for layer in layers for known in layer.layer_guards.values()]
 
 
 @pytest.mark.parametrize(

@@ -726,10 +726,10 @@ def test_a_moved_model_keeps_nothing_that_lies_where_it_was(make, ids):
     """The kernels' copies of L and R are on the old device; a forward on the new one makes its own."""
     model = make(supra_lambda=0.5)
     before = logits(model, ids)
-    old = {name: layer._guards[True].result for name, layer in layers(model).items()}
+    old = {name: layer.layer_guards[True].result for name, layer in layers(model).items()}
     model.to("cpu")
     assert torch.equal(logits(model, ids), before)
-    assert all(layer._guards[True].result is not old[name] for name, layer in layers(model).items())
+    assert all(layer.layer_guards[True].result is not old[name] for name, layer in layers(model).items())
 
 
 @pytest.mark.parametrize("way", ["unload", "disable", "merge"])

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from axolotl_supertune.method.scores import (
-    GRADIENT_SCORES,
-    NORM_SCORES,
     SCORES,
     activation_rows,
     activation_score,
@@ -132,9 +130,10 @@ def test_the_registry_has_the_scores_of_the_paper():
     for name, score in expected.items():
         given = norm if SCORES[name].needs == "norms" else None
         assert torch.equal(SCORES[name].rows(W, given, layer="up_proj")(1, 3), score[1:3])
-    assert {*expected, *GRADIENT_SCORES} == set(SCORES)
-    assert set(NORM_SCORES) == {"wanda", "activation"}
-    assert [SCORES[name].squares_gradients for name in GRADIENT_SCORES] == [False, True]
+    assert {name for name, score in SCORES.items() if score.needs == "norms"} == {"wanda", "activation"}
+    of_gradients = {name: score.squares_gradients for name, score in SCORES.items() if score.needs == "gradients"}
+    assert of_gradients == {"gradient": False, "squared_gradient": True}
+    assert {*expected, *of_gradients} == set(SCORES)
 
 
 def test_every_score_is_documented():

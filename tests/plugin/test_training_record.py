@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from axolotl_supertune.engines.processes import Processes
+from axolotl_supertune.plugin import plugin as plugin_module
 from axolotl_supertune.plugin import resume
+from axolotl_supertune.plugin.callbacks import CheckSaves
 from axolotl_supertune.plugin.training_record import FILE, WriteTrainingRecord, read_training_record
 
 
@@ -39,3 +41,14 @@ def test_a_damaged_record_is_named(tmp_path, text):
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ValueError, match=rf"resume_from_checkpoint: .*{FILE} is damaged.*elete it to resume without"):
         resume._check_sparse_lr(SimpleNamespace(sparse_lr=0.5), tmp_path)
+
+
+def test_the_record_is_written_before_the_checkpoint_is_checked(tmp_path, monkeypatch):
+    engine = SimpleNamespace(prepare_trainer=lambda trainer: None)
+    monkeypatch.setattr(plugin_module, "running_engine", lambda cfg, trainer: engine)
+    plugin = plugin_module.SupertunePlugin()
+    plugin._processes = Processes(1.0, "")
+    cfg = SimpleNamespace(adapter="supra", sparse_lr=0.5, output_dir=str(tmp_path))
+    callbacks = plugin.add_callbacks_post_trainer(cfg, SimpleNamespace(args=SimpleNamespace(n_gpu=1)))
+    kinds = [type(callback) for callback in callbacks]
+    assert kinds.index(WriteTrainingRecord) < kinds.index(CheckSaves)

@@ -203,6 +203,8 @@ def unfit(kind, adapter, base, tiny_llama):
         weights.write_bytes(weights.read_bytes()[:-100])
     elif kind == "a damaged config":
         config.write_text("{")
+    elif kind == "a setting of a newer version":
+        config.write_text(re.sub(r'"mask_score": "\w+"', '"mask_score": "fisher"', config.read_text()))
     else:
         r0 = 6 if kind == "another budget" else -6
         config.write_text(config.read_text().replace('"r0": 4', f'"r0": {r0}'))
@@ -217,7 +219,8 @@ def unfit(kind, adapter, base, tiny_llama):
         ("another budget", r"adapter does not fit the base model .*another budget.* than its adapter_config.json says"),
         ("a damaged base", r"the base model .*base cannot be loaded, its files are damaged"),
         ("a damaged config", r"adapter/adapter_config\.json is damaged"),
-        ("a config that says nonsense", r"adapter/adapter_config\.json is damaged .*r0"),
+        ("a config that says nonsense", r"adapter/adapter_config\.json: .*r0"),
+        ("a setting of a newer version", r"adapter/adapter_config\.json: .*fisher"),
     ],
 )
 def test_what_does_not_fit_is_an_error_with_a_remedy_and_no_traceback(make, tiny_llama, tmp_path, kind, message):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from ...method.config_error import MissingFileError
 from ...plugin import validation
 from ...plugin.plan import plan as planning
 from ...plugin.plan.data_checks import Findings, data_findings, is_here
@@ -99,6 +100,6 @@ def _check_run(settings: dict[str, Any], texts_read: dict[str, Findings]) -> Fin
         return checked
     try:
         plan = planning.make(settings, gpus=1, texts_read=texts_read)
-    except ValueError as error:
+    except (ValueError, MissingFileError) as error:
         return Findings([str(error)])
     return Findings(plan.refusals, plan.unchecked)

@@ -46,6 +46,7 @@ def checked_config(raw: MutableMapping[str, Any], gpus: int) -> CheckedConfig:
 
     Raises:
         ValueError: the adapter is another one, or a key that decides the budgets is refused.
+        MissingFileError: a key that decides the budgets names a file that does not exist.
     """
     _check_plannable(raw)
     axolotl_compat.register_plugins(raw.get("plugins") or [])
