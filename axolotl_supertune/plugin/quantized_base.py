@@ -8,14 +8,20 @@ import inspect
 import json
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import BitsAndBytesConfig
 
 from ..method.config_error import ConfigError
 from ..tuner.checkpoint import CONFIG
 from ..tuner.quantization import REMEDY
-from ..tuner.quantization.settings import base_quantization, plain_settings, quant_method
+from ..tuner.quantization.settings import (
+    backend_named,
+    base_quantization,
+    plain_settings,
+    quant_method,
+    settings_backend,
+)
 from .axolotl_compat import prepare_quantized_model, unquantized_modules
 
 
@@ -64,14 +70,15 @@ def _check_bnb_config_kwargs(cfg: MutableMapping[str, Any], asked: list[str]) ->
             )
 
 
-def stored_format(cfg: Mapping[str, Any]) -> Literal["plain", "int8", "nf4", "nf4-double"]:
-    """How a YAML has the weights of the base stored; a quantized format is one of `quantization.stored_bytes`."""
+def stored_format(cfg: Mapping[str, Any]) -> str:
+    """How a YAML has the weights of the base stored: "plain", or the `stored_format` of a quantization backend."""
+    settings: dict[str, Any] = {}
     if cfg.get("load_in_8bit"):
-        return "int8"
-    if cfg.get("load_in_4bit"):
-        double = (cfg.get("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
-        return "nf4-double" if double else "nf4"
-    return "plain"
+        settings = {"load_in_8bit": True}
+    elif cfg.get("load_in_4bit"):
+        settings = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, **(cfg.get("bnb_config_kwargs") or {})}
+    backend = settings_backend(settings)
+    return "plain" if backend is None else backend.stored_format(settings)
 
 
 def quantization_config(cfg: Any, model_config: Any) -> BitsAndBytesConfig:
@@ -112,16 +119,16 @@ def complete(cfg: Any, model_config: Any) -> None:
     Axolotl's loader already holds that very mapping, so it must not be replaced by another.
 
     Raises:
-        ValueError: the base model is quantized already, by another method than bitsandbytes.
+        ValueError: the base model is quantized already, by a library without a backend.
     """
     saved = getattr(model_config, "quantization_config", None)
-    if saved and quant_method(saved) != "bitsandbytes":
+    if saved and backend_named(quant_method(saved)) is None:
         raise ValueError(f"base_model: {cfg.base_model} is quantized by {quant_method(saved)}. {REMEDY}")
     if not (cfg.load_in_4bit or cfg.load_in_8bit):
         return
     fields = quantization_config(cfg, model_config).to_dict()
     settings = {key: value for key, value in fields.items() if not key.startswith("_")}
-    cfg.overrides_of_model_kwargs["quantization_config"].update({**settings, "quant_method": "bitsandbytes"})
+    cfg.overrides_of_model_kwargs["quantization_config"].update({**settings, "quant_method": quant_method(fields)})
 
 
 def prepare(cfg: Any, model: Any) -> None:
@@ -153,7 +160,8 @@ def load_as_trained(cfg: Any, adapter: Path) -> None:
     """
     path = adapter / CONFIG
     saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if saved.get("base_quantization"):
+    backend = settings_backend(saved.get("base_quantization"))
+    if backend is not None:
         overrides = dict(cfg.get("overrides_of_model_kwargs") or {})
-        settings = {**saved["base_quantization"], "quant_method": "bitsandbytes"}
+        settings = {**saved["base_quantization"], "quant_method": backend.name}
         cfg["overrides_of_model_kwargs"] = {**overrides, "quantization_config": settings}

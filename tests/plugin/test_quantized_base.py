@@ -11,11 +11,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from axolotl_supertune.plugin.quantized_base import quantization_config
+from axolotl_supertune.plugin.quantized_base import complete, quantization_config
 from axolotl_supertune.plugin.validation import prepare
 from axolotl_supertune.tasks.evaluation import check_adapter
 from axolotl_supertune.tuner import read_adapter
 from axolotl_supertune.tuner.export import CannotExport, export_adapter
+from axolotl_supertune.tuner.quantization import BACKENDS
+from axolotl_supertune.tuner.quantization.bitsandbytes import Bitsandbytes
 from axolotl_supertune.tuner.quantization.linear import QuantizedSupraLinear
 
 PROMPTS = torch.randint(3, 400, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -254,3 +256,15 @@ def test_the_settings_are_those_of_axolotls_loader(model_type, keys, saved):
     if "bnb_4bit_quant_storage" not in (keys.get("bnb_config_kwargs") or {}):
         expected["bnb_4bit_quant_storage"] = "uint8"  # the one that differs, see quantization_config
     assert quantization_config(cfg, model_config).to_dict() == expected
+
+
+def test_a_base_of_any_library_with_a_backend_is_taken(monkeypatch):
+    class Other(Bitsandbytes):
+        name = "other"
+
+    cfg = SimpleNamespace(base_model="base", load_in_4bit=None, load_in_8bit=None)
+    model_config = SimpleNamespace(quantization_config={"quant_method": "other"})
+    with pytest.raises(ValueError, match="base_model: base is quantized by other"):
+        complete(cfg, model_config)
+    monkeypatch.setattr("axolotl_supertune.tuner.quantization.settings.BACKENDS", [*BACKENDS, Other()])
+    complete(cfg, model_config)

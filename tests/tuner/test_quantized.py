@@ -710,6 +710,7 @@ class PackedLinear(nn.Linear):
 
 class Packed(Backend):
     name = "packed"
+    loaded_with = "a packed file"
 
     def bits(self, layer):
         return 8 if self.owns_parameter(getattr(layer, "weight", None)) else None
@@ -752,6 +753,9 @@ class Packed(Backend):
 
     def stored_bits(self, settings):
         return 8
+
+    def stored_format(self, settings):
+        return "packed"
 
     def stored_bytes(self, format_name, weights, rows):
         return weights if format_name == "packed" else None

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ...engines.engine import Engine
 
-Base = Literal["plain", "int8", "nf4", "nf4-double"]
+Base = str  # "plain", or the `stored_format` of a quantization backend
 Layers = Literal["kernels", "gathered", "recomputed", "reference"]
 Attention = Literal["flash", "repeated", "masked", "eager"]
 Checkpointing = Literal["none", "blocks", "offloaded"]

@@ -29,11 +29,14 @@ __all__ = [
 
 BACKENDS: list[Backend] = [Bitsandbytes()]
 
+_NAMES = " or ".join(backend.name for backend in BACKENDS)
+_LOADED_WITH = " or ".join(backend.loaded_with for backend in BACKENDS)
+
 REMEDY = (
-    "SUPRA adapts unquantized bases and those that bitsandbytes quantizes: load the original model in bf16, with "
-    "load_in_4bit or load_in_8bit if it is to be small."
+    f"SUPRA adapts unquantized bases and those that {_NAMES} quantizes: load the original model in bf16, with "
+    f"{_LOADED_WITH} if it is to be small."
 )
-SUPPORTED_BASES = "only bases quantized by bitsandbytes are supported: load_in_4bit or load_in_8bit"
+SUPPORTED_BASES = f"only bases quantized by {_NAMES} are supported: {_LOADED_WITH}"
 """The reason why YAML keys of other libraries are refused."""
 
 

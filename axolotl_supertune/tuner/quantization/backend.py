@@ -23,9 +23,11 @@ class Backend(ABC):
 
     Attributes:
         name: the library's `quant_method` in transformers' quantization configs.
+        loaded_with: the YAML keys that load a base so, for messages: "load_in_4bit or load_in_8bit".
     """
 
     name: str
+    loaded_with: str
 
     @abstractmethod
     def bits(self, layer: nn.Module) -> int | None:
@@ -104,11 +106,15 @@ class Backend(ABC):
         """Bits per weight of stored settings."""
 
     @abstractmethod
+    def stored_format(self, settings: Mapping[str, Any]) -> str:
+        """The format of weights with these stored settings, as `plan` names it and `stored_bytes` takes it."""
+
+    @abstractmethod
     def stored_bytes(self, format_name: str, weights: float, rows: float) -> float | None:
         """Bytes of quantized weights with their scales, or None if the format is not this library's.
 
         Args:
-            format_name: as `plan` names it.
+            format_name: what `stored_format` returns.
             weights: number of weights.
             rows: number of rows of all weight matrices together.
         """

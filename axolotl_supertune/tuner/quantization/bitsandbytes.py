@@ -25,6 +25,7 @@ class Bitsandbytes(Backend):
     """The backend of bitsandbytes."""
 
     name = "bitsandbytes"
+    loaded_with = "load_in_4bit or load_in_8bit"
 
     def bits(self, layer: nn.Module) -> int | None:
         return _BITS.get(type(getattr(layer, "weight", None)).__name__)
@@ -118,6 +119,11 @@ class Bitsandbytes(Backend):
 
     def stored_bits(self, settings: Mapping[str, Any]) -> int:
         return 8 if settings.get("load_in_8bit") else 4
+
+    def stored_format(self, settings: Mapping[str, Any]) -> str:
+        if settings.get("load_in_8bit"):
+            return "int8"
+        return "nf4-double" if settings.get("bnb_4bit_use_double_quant") else "nf4"
 
     def stored_bytes(self, format_name: str, weights: float, rows: float) -> float | None:
         sizes = {
