@@ -48,7 +48,10 @@ def test_known_keys_are_axolotls_and_those_of_the_named_classes():
 def test_the_argument_class_of_a_plugin_that_is_not_registered():
     found = axolotl_compat.argument_class_of("axolotl_supertune.SupertunePlugin")
     assert found == "axolotl_supertune.plugin.args.SupertuneArgs"
-    assert not list(axolotl_compat.registered_plugins())
+    ours = [
+        plugin for plugin in axolotl_compat.registered_plugins() if type(plugin).__module__.startswith("axolotl_sup")
+    ]
+    assert not ours  # Axolotl 0.21 registers plugins of its own
     with pytest.raises(ImportError):
         axolotl_compat.argument_class_of("nowhere.Plugin")
 

@@ -425,8 +425,8 @@ def test_zero_3_in_bf16_calibrates_and_trains_as_one_process(even_settings, trai
 
 
 CASTS = """
-import axolotl_supertune.plugin.plugin as plugin
-plugin._keep_fp32 = lambda trainer: None
+from axolotl_supertune.engines.deepspeed import DeepSpeed
+DeepSpeed.prepare_trainer = lambda self, trainer: None
 """
 
 
