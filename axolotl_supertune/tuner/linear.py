@@ -6,8 +6,8 @@ The modules of `ops` that compute y = x·Ŵᵀ + bias:
 |----------------------|---------------------------------------------------------------|---------------------|
 | plain                | `fused`, U written into W by `inplace_weight`                 | `reference`         |
 | sharded and gathered | `fused`, U written into a copy of W by `gathered_weight`      | `recomputed_weight` |
-| sharded otherwise    | –                                                             | `recomputed_weight` |
-| quantized            | –                                                             | `recomputed_weight` |
+| sharded otherwise    | `recomputed_weight`, a kernel for dU alone                    | `recomputed_weight` |
+| quantized            | `recomputed_weight`, a kernel for dU alone                    | `recomputed_weight` |
 
 `reference` makes W + M⊙U anew in each forward; `recomputed_weight` forms it in forward, drops it, and forms it again in
 backward. `unwritten_kernel_layer` decides whether the kernels compute. Its answer is cached
