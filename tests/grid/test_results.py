@@ -1,4 +1,4 @@
-"""The committed report and the README's results are what `report` makes from the committed records."""
+"""The committed report and the results page beside it are what `report` makes from the committed records."""
 
 import csv
 import re
@@ -9,8 +9,7 @@ from click.testing import CliRunner
 
 from axolotl_supertune.commands.report import report
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "examples/paper/results/smollm2-135m"
+RESULTS = Path(__file__).parents[2] / "examples/paper/results/smollm2-135m"
 NAMES = {"base": "before training", "lora": "LoRA", "full": "full fine-tuning"}
 
 
@@ -32,10 +31,10 @@ def test_the_report_is_of_the_records(made):
             assert (RESULTS / "report" / name).read_text(encoding="utf-8") == (made / name).read_text(encoding="utf-8")
 
 
-def test_the_readme_shows_the_summary():
+def test_the_results_page_shows_the_summary():
     with (RESULTS / "report" / "summary.csv").open(encoding="utf-8", newline="") as file:
         expected = {NAMES.get(row["method"], row["method"]): row for row in csv.DictReader(file)}
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Results")[1].split("\n## ")[0]
+    section = (RESULTS / "README.md").read_text(encoding="utf-8").split("\n## Results\n")[1].split("\n## ")[0]
     shown = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if line.startswith("| ")][1:]
     assert [row[0] for row in shown] == list(expected)
     for name, rate, nll, seeds, accuracy, strict, gold, *_ in shown:

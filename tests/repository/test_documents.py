@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and the rooms' README.md point to is there: files, headings, commands, modules."""
+"""What the pages point to is there: files, headings, commands, modules. Pages of a folder begin with a command."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "axolotl_supertune"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(PACKAGE.glob("**/README.md"))]
+PAGES = sorted([*PACKAGE.glob("*/**/*.md"), *(ROOT / "examples").glob("**/README.md"), *ROOT.glob("tests/README.md")])
+FIRST_PAGES = [path for path in PAGES if path.parent.parent in (PACKAGE, ROOT)]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", PACKAGE / "README.md", *PAGES]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -52,6 +54,12 @@ def commands(text):
         end = next((at for at, word in enumerate(words) if word in ("|", "&&", ";", ">", "…")), len(words))
         if words[:end]:
             yield words[:end]
+
+
+@pytest.mark.parametrize("path", FIRST_PAGES, ids=[str(path.relative_to(ROOT)) for path in FIRST_PAGES])
+def test_a_page_begins_with_a_command(path):
+    lines = path.read_text().splitlines()[:10]
+    assert any(line.startswith(("    ", "```")) for line in lines), f"{path.name}: no command in the first ten lines"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
