@@ -24,8 +24,8 @@ def user_errors(output: Path | str | None = None) -> Iterator[None]:
         with writing(output or "the output"):
             yield
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EPIPE:
-            raise  # stdout was closed, as by `| head`: click ends quietly
+        if _closed_pipe(error):
+            raise
         raise click.ClickException(str(error)) from error
 
 
@@ -37,14 +37,19 @@ def disk_errors(place: Path | str) -> Iterator[None]:
         place: named if the error names no file, as that of a full disk does.
 
     Raises:
-        ValueError: of an OSError other than a missing file.
+        ValueError: of an OSError other than a missing file or a closed pipe.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is None or isinstance(error, FileNotFoundError):
+        if error.errno is None or isinstance(error, FileNotFoundError) or _closed_pipe(error):
             raise
         raise ValueError(
             f"{error.filename or place}: {error.strerror}. What is done stays, and the same command goes on when that "
             "is mended: make room, or give this grid an output_dir that can be written."
         ) from error
+
+
+def _closed_pipe(error: Exception) -> bool:
+    """Whether stdout was closed, as by `| head`: click then ends the command quietly."""
+    return isinstance(error, OSError) and error.errno == errno.EPIPE

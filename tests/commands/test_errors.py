@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from axolotl_supertune.commands.cli import supertune
-from axolotl_supertune.commands.errors import user_errors
+from axolotl_supertune.commands.errors import disk_errors, user_errors
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), FileNotFoundError("no"), ConnectionError("no")])
@@ -30,6 +30,12 @@ def test_a_closed_pipe_and_a_bug_are_left_alone():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     with pytest.raises(KeyError), user_errors():
         raise KeyError("bug")
+
+
+def test_a_pipe_that_a_sweep_finds_closed_is_no_full_disk():
+    """As with `axolotl supertune sweep GRID --dry-run | head`: click ends quietly on a BrokenPipeError."""
+    with pytest.raises(BrokenPipeError), user_errors(), disk_errors("a file of the grid's output_dir"):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_an_error_of_the_harness_keeps_its_traceback(tmp_path, monkeypatch):
