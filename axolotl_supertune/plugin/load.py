@@ -6,9 +6,10 @@ from typing import Any
 from axolotl.utils.logging import get_logger
 from peft import PeftModel
 
+from ..method.adapter_files import WEIGHTS
 from ..method.config_error import ConfigError
 from ..tuner import SupraConfig
-from ..tuner.checkpoint import WEIGHTS, read_config
+from ..tuner.checkpoint import read_config
 
 LOG = get_logger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import BitsAndBytesConfig
 
+from ..method.adapter_files import CONFIG
 from ..method.config_error import ConfigError
-from ..tuner.checkpoint import CONFIG
 from ..tuner.quantization import REMEDY
 from ..tuner.quantization.settings import (
     backend_named,

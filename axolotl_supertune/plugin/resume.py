@@ -8,10 +8,10 @@ import safetensors
 from axolotl.utils.logging import get_logger
 
 from ..engines.engine import Engine
+from ..method.adapter_files import CONFIG, WEIGHTS
 from ..method.config_error import ConfigError
 from ..tuner import SupraConfig
 from ..tuner.base_digest import same_weights
-from ..tuner.checkpoint import CONFIG, WEIGHTS
 from .load import RUN_FIELDS, config_of, differences
 from .provenance import calibration_differences
 from .training_record import read_training_record

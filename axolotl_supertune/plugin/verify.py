@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..engines.processes import Processes, digest_of
 from ..engines.sharding import is_whole, shape_of, whole
+from ..method.adapter_files import WEIGHTS
 from ..tuner import SupraLayer
-from ..tuner.checkpoint import WEIGHTS, unpack
+from ..tuner.checkpoint import unpack
 
 # Parts of module names that torch.compile and activation checkpointing insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

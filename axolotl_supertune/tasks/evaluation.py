@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..method.adapter_files import CONFIG, WEIGHTS
 from . import TASK_FOLDER
 from .benchmarks import DATA_DIR_KEY
 
@@ -25,7 +26,7 @@ def model_arguments(settings: Mapping[str, Any], trained: str | Path | None) -> 
     """
     if not settings.get("base_model"):
         raise ValueError("base_model: the config names none.")
-    whole = trained is not None and not (Path(trained) / "adapter_config.json").is_file()
+    whole = trained is not None and not (Path(trained) / CONFIG).is_file()
     arguments: dict[str, Any] = {"pretrained": str(trained) if whole else settings["base_model"]}
     if settings.get("revision_of_model") and not whole:
         arguments["revision"] = settings["revision_of_model"]
@@ -44,11 +45,9 @@ def check_adapter(folder: Path) -> Path:
     Raises:
         ValueError: there is no trained adapter, or its base was quantized.
     """
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise ValueError(
-            f"{folder} holds no trained adapter (adapter_model.safetensors): train first, or name one with --adapter."
-        )
-    if json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_quantization"):
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{folder} holds no trained adapter ({WEIGHTS}): train first, or name one with --adapter.")
+    if json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_quantization"):
         raise ValueError(
             f"{folder} was trained on a quantized base, and the harness loads bases unquantized: the score would be "
             "that of another model. Run axolotl merge-lora, then "

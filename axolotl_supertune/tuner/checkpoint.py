@@ -19,13 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..method.adapter_files import CONFIG, WEIGHTS
 from ..method.atomic_files import flush, staged
 from .config import SupraConfig
 from .file_format import NAMES, pack_layer, unpack_layer
 from .peft_compat import extend
 
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 # While a model is being saved: the names of the saved adapters, or None for all.
 ADAPTERS_TO_SAVE: ContextVar[Sequence[str] | None] = ContextVar("ADAPTERS_TO_SAVE", default=None)
 

@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..method.adapter_files import WEIGHTS
 from ..method.atomic_files import staged, umask
-from .checkpoint import WEIGHTS, read_adapter, read_config
+from .checkpoint import read_adapter, read_config
 from .config import SupraConfig, exact_targets
 from .layer import SupraLayer
 from .layer_names import adapted_layers, base_name

@@ -13,7 +13,8 @@ from typing import Any
 from peft import PeftConfig
 from safetensors import SafetensorError, safe_open
 
-from .checkpoint import CONFIG, WEIGHTS, damaged
+from ..method.adapter_files import CONFIG, WEIGHTS
+from .checkpoint import damaged
 from .config import SupraConfig
 from .layer import SupraLayer
 from .peft_compat import extend, extend_from_pretrained
