@@ -1,4 +1,4 @@
-"""`axolotl supertune inspect`: what an adapter holds, layer by layer."""
+"""`axolotl supertune inspect`: what an adapter holds."""
 
 from pathlib import Path
 
@@ -14,22 +14,32 @@ from .terminal import console
 @click.option(
     "--json", "--output", "target", type=click.Path(dir_okay=False, path_type=Path), help="Also write all as JSON."
 )
+@click.option("--layers", is_flag=True, help="Also print a row for each layer.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Also draw where the support lies.")
-def inspect(adapter: Path, target: Path | None, png: Path | None) -> None:
-    """Say what is in the Super or Supra adapter in folder ADAPTER, layer by layer; no base model is read."""
+def inspect(adapter: Path, target: Path | None, layers: bool, png: Path | None) -> None:
+    """Say what is in the Super or Supra adapter in folder ADAPTER, by kind of layer; no base model is read.
+
+    Printed are its settings, and for each kind of layer what is trained, how much of it the support touches and how far
+    the weights moved. --json and --png hold all layers.
+    """
     from ..method.atomic_files import whole_file
-    from ..tuner.inspection import draw, read_report, report_table
+    from ..tuner.inspection import draw, read_report
+    from ..tuner.inspection_tables import LEGEND, heading, kind_table, layer_table
 
     with user_errors():
         report = read_report(adapter)
-        screen = console(width=160)
-        screen.print(report_table(report.layers, f"{adapter}: {report.config.base_model_name_or_path}"))
+        screen = console(width=140)
+        screen.print(heading(report, adapter), markup=False, soft_wrap=True)
         if report.awaits_gradient:
             screen.print(
-                f"The support is still to be chosen, by {report.config.mask_score}: the low-rank part alone was "
-                "trained, and the indices hold the place of others.",
+                f"The support is not chosen yet: training chooses it by {report.config.mask_score}, after the "
+                "steps of the low-rank part alone. The entries counted below are placeholders.",
                 soft_wrap=True,
             )
+        screen.print(kind_table(report.layers))
+        screen.print(LEGEND, markup=False, soft_wrap=True)
+        if layers:
+            screen.print(layer_table(report.layers))
     if target is not None:
         with user_errors(target):
             write_json(target, report.as_json())

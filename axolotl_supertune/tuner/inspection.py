@@ -4,19 +4,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from .checkpoint import WEIGHTS, read_adapter, read_config
+from ..method.adapter_files import WEIGHTS
+from .checkpoint import read_adapter, read_config
 from .config import SupraConfig
 from .layer_names import adapted_layers, base_name
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
+# In the order of a block's forward pass.
+_KINDS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 _CELLS = 64  # of the picture, along a side of a matrix
 _KNOBS = (
     "r0",
@@ -72,6 +72,35 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class KindReport:
+    """All adapted layers of one kind, such as q_proj.
+
+    Attributes:
+        kind: the last part of their names.
+        layers: how many they are.
+        shapes, ranks: the different (out_features, in_features) and ranks among them, sorted.
+        entries, parameters: what was trained, summed.
+        density: entries / weights of these layers.
+        rows_touched, columns_touched: share of the rows and columns that hold at least one entry, in [0, 1].
+        moved_rms, moved_max: root mean square and largest |U|, over the entries.
+        low_rank_rms: root mean square of γ·L·R, over all weights of these layers.
+    """
+
+    kind: str
+    layers: int
+    shapes: list[tuple[int, int]]
+    ranks: list[int]
+    entries: int
+    parameters: int
+    density: float
+    rows_touched: float
+    columns_touched: float
+    moved_rms: float
+    moved_max: float
+    low_rank_rms: float
+
+
+@dataclass(frozen=True)
 class AdapterReport:
     """A saved adapter, read and measured.
 
@@ -93,7 +122,7 @@ class AdapterReport:
         return bool(self.config.awaits_gradient and any(layer.entries for layer in self.layers))
 
     def as_json(self) -> dict[str, Any]:
-        """Knobs, provenance and layers, for a JSON file."""
+        """Knobs, provenance, kinds of layer and layers, for a JSON file."""
         config = self.config
         knobs: dict[str, Any] = {name: getattr(config, name) for name in _KNOBS}
         if config.combination is not None:  # the summed adapters had knobs of their own
@@ -106,6 +135,7 @@ class AdapterReport:
             "gradient": config.gradient,
             "awaits_gradient": self.awaits_gradient,
             **knobs,
+            "kinds": [asdict(kind) for kind in kind_reports(self.layers)],
             "layers": [asdict(layer) for layer in self.layers],
         }
 
@@ -162,32 +192,36 @@ def _layer_report(tensors: Mapping[str, Tensor], layer: str, lora_alpha: float) 
     )
 
 
-def report_table(reports: Sequence[LayerReport], title: str) -> "Table":
-    """A table of layers, with totals."""
-    from rich.table import Table
+def kind_reports(reports: Sequence[LayerReport]) -> list[KindReport]:
+    """One report per kind of layer, in the order of a block's forward pass; unknown kinds come last, as they appear."""
+    kinds = list(dict.fromkeys(report.kind for report in reports))
+    kinds.sort(key=lambda kind: _KINDS.index(kind) if kind in _KINDS else len(_KINDS))
+    return [summed(kind, [report for report in reports if report.kind == kind]) for kind in kinds]
 
-    table = Table(title=title, title_justify="left")
-    headings = ("layer", "shape", "rank", "entries", "density", "rows", "columns", "U, rms", "U, max", "‖U‖", "γ‖LR‖")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number > 1 else "left", overflow="fold")
-    for report in reports:
-        table.add_row(
-            report.layer,
-            f"{report.rows} × {report.columns}",
-            str(report.rank),
-            f"{report.entries:,}",
-            f"{report.density:.3%}",
-            f"{report.rows_touched / report.rows:.0%}",
-            f"{report.columns_touched / report.columns:.0%}",
-            f"{report.moved_rms:.2e}",
-            f"{report.moved_max:.2e}",
-            f"{report.sparse_norm:.3g}",
-            f"{report.low_rank_norm:.3g}",
-        )
-    table.add_section()
-    entries, parameters = sum(report.entries for report in reports), sum(report.parameters for report in reports)
-    table.add_row(f"{len(reports)} layers", f"{parameters:,} parameters", "", f"{entries:,}", *[""] * 7)
-    return table
+
+def summed(kind: str, reports: Sequence[LayerReport]) -> KindReport:
+    """The sum of these layers, at least one, under the name `kind`."""
+    weights = sum(report.rows * report.columns for report in reports)
+    entries = sum(report.entries for report in reports)
+    return KindReport(
+        kind=kind,
+        layers=len(reports),
+        shapes=sorted({(report.rows, report.columns) for report in reports}),
+        ranks=sorted({report.rank for report in reports}),
+        entries=entries,
+        parameters=sum(report.parameters for report in reports),
+        density=entries / weights,
+        rows_touched=sum(report.rows_touched for report in reports) / sum(report.rows for report in reports),
+        columns_touched=sum(report.columns_touched for report in reports) / sum(report.columns for report in reports),
+        moved_rms=_root(sum(report.sparse_norm**2 for report in reports) / max(entries, 1)),
+        # numpy's, as Python's max may lose a NaN.
+        moved_max=float(numpy.max([report.moved_max for report in reports])),
+        low_rank_rms=_root(sum(report.low_rank_norm**2 for report in reports) / weights),
+    )
+
+
+def _root(square: float) -> float:
+    return float(numpy.sqrt(square))
 
 
 def draw(tensors: Mapping[str, Tensor], reports: Sequence[LayerReport], path: Path) -> None:

@@ -82,7 +82,7 @@ def write_product_card(
     section = _section(
         title,
         config,
-        _with_quantization(trained_on or "not known", config),
+        with_quantization(trained_on or "not known", config),
         (sparse + low_rank, layers, sparse),
         lines,
         loading,
@@ -150,19 +150,29 @@ def _section(
     title: str, config: SupraConfig, base: str, sizes: Sequence[int], lines: Mapping[str, str], loading: str
 ) -> str:
     """A section in Markdown; `sizes` are (trained parameters, layers, trained single weights)."""
+    described = settings(config, has_support=bool(sizes[2]))
     facts = {
         "Base model": base,
-        "Method": _sentence(config),
-        "Budget": _budget(config),
+        "Method": f"{described.pop('Method')}, of {_PAPER}",
+        "Budget": described.pop("Budget"),
         "Trained": f"{sizes[0]:,} parameters in {sizes[1]} layers, {sizes[2]:,} of them single weights",
-        "Calibration": _calibration(config),
-        **({"Gradient": _gradient(config)} if config.by_gradient and sizes[2] and not config.combination else {}),
+        **described,
         **lines,
         "axolotl-supertune": sys.modules[__name__.partition(".")[0]].__version__,
     }
     if config.modules_to_save:
         facts["Trained in full"] = ", ".join(config.modules_to_save)
     return "\n".join([f"## {title}", "", *(f"- **{key}:** {value}" for key, value in facts.items()), "", loading])
+
+
+def settings(config: SupraConfig, *, has_support: bool) -> dict[str, str]:
+    """An adapter's settings in a few words: its method, its budget, and what its support was chosen on.
+
+    Args:
+        has_support: whether it has a sparse part in any layer.
+    """
+    gradient = {"Gradient": _gradient(config)} if config.by_gradient and has_support and not config.combination else {}
+    return {"Method": _method(config), "Budget": _budget(config), "Calibration": _calibration(config), **gradient}
 
 
 def method_name(config: SupraConfig) -> str:
@@ -172,10 +182,6 @@ def method_name(config: SupraConfig) -> str:
         low_rank = any(ranks) or any(method_name(part) == "Supra" for part in config.parts().values())
         return "Supra" if low_rank else "Super"
     return "Super" if config.supra_lambda == 0 else "Supra"
-
-
-def _sentence(config: SupraConfig) -> str:
-    return f"{_method(config)}, of {_PAPER}"
 
 
 def _method(config: SupraConfig) -> str:
@@ -211,10 +217,10 @@ def _own_budget(config: SupraConfig) -> str:
 def _base(config: SupraConfig, model: Any) -> str:
     base_config = getattr(model.get_base_model(), "config", None)
     name = config.base_model_name_or_path or getattr(base_config, "_name_or_path", None) or "not known"
-    return _with_quantization(name, config)
+    return with_quantization(name, config)
 
 
-def _with_quantization(name: str, config: SupraConfig) -> str:
+def with_quantization(name: str, config: SupraConfig) -> str:
     """A base model's name, and how it was quantized."""
     settings = config.base_quantization
     backend = settings_backend(settings)

@@ -241,7 +241,7 @@ def test_inspect_says_that_a_support_is_still_to_come(settings, train):
         for folder in ("checkpoint-1", "checkpoint-2")
     ]
     assert [each.exit_code for each in said] == [0, 0]
-    assert ["still to be chosen, by squared_gradient" in each.output for each in said] == [True, False]
+    assert ["not chosen yet: training chooses it by squared_gradient" in each.output for each in said] == [True, False]
 
 
 def test_deepspeed_is_refused(settings, load):

@@ -11,7 +11,7 @@ from peft import PeftModel, get_peft_model
 from axolotl_supertune import SupraConfig
 from axolotl_supertune.commands.inspect import inspect
 from axolotl_supertune.tuner import SupraLayer, read_adapter
-from axolotl_supertune.tuner.inspection import layer_reports, support_map
+from axolotl_supertune.tuner.inspection import kind_reports, layer_reports, summed, support_map
 
 
 @pytest.fixture
@@ -69,12 +69,60 @@ def test_where_the_support_lies():
     assert moved[0, 0] == pytest.approx(2 * 0.5**0.5)
 
 
+def test_kinds_are_the_sums_of_their_layers():
+    """Two q_proj of 2 × 4 and one odd layer, which comes first in the file and last in the report."""
+    tensors = {
+        "base_model.model.0.odd.supra_shape": torch.tensor([3, 5]),
+        "base_model.model.0.odd.supra_L": torch.ones(3, 2),
+        "base_model.model.0.odd.supra_R": torch.ones(2, 5),
+    }
+    for layer, indices, values in (("0.q_proj", [0, 1, 4], [1.0, 2.0, 2.0]), ("1.q_proj", [7], [-4.0])):
+        tensors[f"base_model.model.{layer}.supra_shape"] = torch.tensor([2, 4])
+        tensors[f"base_model.model.{layer}.supra_indices"] = torch.tensor(indices, dtype=torch.int32)
+        tensors[f"base_model.model.{layer}.supra_values"] = torch.tensor(values)
+        tensors[f"base_model.model.{layer}.supra_L"] = torch.ones(2, 1)
+        tensors[f"base_model.model.{layer}.supra_R"] = torch.ones(1, 4)
+    layers = layer_reports(tensors, 2)
+    q_proj, odd = kind_reports(layers)
+    assert (q_proj.kind, q_proj.layers, q_proj.shapes, q_proj.ranks) == ("q_proj", 2, [(2, 4)], [1])
+    assert (q_proj.entries, q_proj.parameters, q_proj.density) == (4, 4 + 2 * 6, 4 / 16)
+    assert (q_proj.rows_touched, q_proj.columns_touched) == (3 / 4, 3 / 8)
+    assert q_proj.moved_rms == pytest.approx(2.5)  # √((1 + 4 + 4 + 16) / 4)
+    assert q_proj.moved_max == 4
+    assert q_proj.low_rank_rms == pytest.approx(2)  # γ = 2, L·R all ones
+    assert (odd.kind, odd.entries, odd.moved_rms) == ("odd", 0, 0)
+    assert odd.low_rank_rms == pytest.approx(2)  # γ = 1, L·R all twos
+    total = summed("all", layers)
+    assert (total.layers, total.ranks, total.entries, total.density) == (3, [1, 2], 4, 4 / 31)
+
+
+def test_the_summary_comes_first_and_layers_on_request(make):
+    folder, _ = make(supra_lambda=0.5)
+    short, long = run(folder), run(folder, "--layers")
+    assert [short.exit_code, long.exit_code] == [0, 0], short.output + long.output
+    assert long.output.startswith(short.output)
+    lines = [" ".join(line.split()) for line in short.output.splitlines()]
+    assert lines[0] == f"Supra adapter {folder}"
+    assert "Method: Supra, λ = 0.5, α = 16, support magnitude-bottom" in lines
+    kinds = [line.partition(" ")[2].split()[1] for line in lines if line.startswith("2 × ")]
+    assert kinds == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert "model.layers.1.mlp.down_proj" not in short.output
+    assert "model.layers.1.mlp.down_proj" in long.output
+    assert max(map(len, short.output.splitlines())) <= 120
+
+
+def test_an_adapter_without_a_part_says_so(make):
+    folder, _ = make(supra_lambda=0)
+    total = next(line for line in run(folder).output.splitlines() if line.strip().startswith("14 layers"))
+    assert total.split()[2] == "0"  # the rank
+    assert total.split()[-1] == "–"  # γ·L·R
+
+
 @pytest.mark.slow
 def test_the_command_prints_and_draws(make, tmp_path):
     folder, _ = make(supra_lambda=0.5)
     result = run(folder, "--png", tmp_path / "where.png")
     assert result.exit_code == 0, result.output
-    assert "model.layers.1.mlp.down_proj" in result.output
     assert "14 layers" in result.output
     image = matplotlib.image.imread(tmp_path / "where.png")
     assert image.shape[0] > 800
@@ -90,6 +138,7 @@ def test_json(make, tmp_path, option):
     about = json.loads((tmp_path / "adapter.json").read_text(encoding="utf-8"))
     assert (about["r0"], about["supra_lambda"], about["values_dtype"]) == (4, 0.5, "bf16")
     assert len(about["layers"]) == len(layers)
+    assert sum(kind["layers"] for kind in about["kinds"]) == len(layers)
     assert about["bytes"] == (folder / "adapter_model.safetensors").stat().st_size
 
 
