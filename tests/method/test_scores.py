@@ -146,7 +146,7 @@ def test_every_score_is_documented():
         "args": SupertuneArgs.model_fields["mask_score"].description,
         "config": SupraConfig.__dataclass_fields__["mask_score"].metadata["help"],
         "docstring": SupraConfig.__doc__,
-        "README.md": (root / "README.md").read_text(encoding="utf-8"),
+        "plugin/README.md": (root / "axolotl_supertune/plugin/README.md").read_text(encoding="utf-8"),
         "method/README.md": (root / "axolotl_supertune/method/README.md").read_text(encoding="utf-8"),
     }
     for place, text in texts.items():

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 SIZES = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
-# The MLPs of the models that README names for `plan`. Gemma's code is Llama's, with another activation.
+# The MLPs of the models that plugin/plan/README.md names. Gemma's code is Llama's, with another activation.
 FUSED = ["Llama", "Mistral", "Qwen2", "Qwen3", "Olmo"]
 
 
