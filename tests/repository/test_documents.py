@@ -58,7 +58,8 @@ def commands(text):
 @pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
 def test_a_page_begins_with_a_command(path):
     lines = path.read_text().splitlines()[:10]
-    assert any(re.match("    |```(bash|python)$", line) for line in lines), f"{path.name}: no command in the first ten lines"
+    begins = any(re.match("    |```(bash|python)$", line) for line in lines)
+    assert begins, f"{path.name}: no command in the first ten lines"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
