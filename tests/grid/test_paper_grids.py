@@ -1,6 +1,7 @@
 """The grids in examples/paper: the paper's settings, and the data that they train on."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from axolotl_supertune.grid import config
 from axolotl_supertune.grid.read_config import read_grid
 from axolotl_supertune.grid.run_files import RunKey
 from axolotl_supertune.grid.sweep.devices import Devices
@@ -152,3 +154,21 @@ def test_the_whole_file_is_read():
     records = read(DATA / "train" / "gsm8k_train.jsonl")
     assert len(records) == 7473
     assert not [record for record in records if "<<" in record["output"] or ">>" in record["output"]]
+
+
+def test_the_grid_on_the_rooms_page_can_be_read(tmp_path):
+    page = Path(config.__file__).with_name("README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for file in PAPER.glob("*.yml"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "mine.yml").write_text(example)
+    grid = read_grid(tmp_path / "mine.yml")
+    assert [(name, len(method.learning_rates or grid.learning_rates)) for name, method in grid.methods.items()] == [
+        ("lora", 3),
+        ("super-top", 2),
+        ("rosa", 3),
+        ("mine", 3),
+        ("slow", 1),
+    ]
+    rosa = grid.settings(RunKey(method="rosa", learning_rate=1e-3, epochs=1, seed=0))
+    assert (rosa["mask_score"], rosa["low_rank_warmup_steps"]) == ("gradient", 50)
