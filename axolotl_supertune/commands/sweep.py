@@ -63,7 +63,7 @@ def sweep(
                 for refusal in foreseen.refusals:
                     click.echo(f"Refused: {refusal}")
                 for unchecked in foreseen.unchecked:
-                    click.echo(f"Unchecked: {unchecked}.")
+                    click.echo(f"Not checked: {unchecked}.")
                 if foreseen.refusals:
                     context.exit(FAILED)
                 return

@@ -35,8 +35,8 @@ class FSDP2(Engine):
     gathers_by = "FSDP"
     gradient_refusal = "a process holds a part of every weight, and so of every gradient"
     partial_save_refusal = (
-        "its checkpoints hold one process's part of an adapter, and what cannot be sharded, a support, must not be "
-        "integers there. Use Axolotl 0.21 or newer (Python 3.12), or DDP: remove fsdp_config"
+        "its checkpoints would hold one process's part of an adapter. Use Axolotl 0.21 or newer (Python 3.12), or DDP: "
+        "remove fsdp_config"
     )
 
     def setting(self, key: str) -> Any:

@@ -23,7 +23,8 @@ from .axolotl_compat import axolotl_version
 def layer_table(rows: Sequence[BudgetRow], config: SupraConfig) -> Table:
     """Rank, sparse entries, density and parameters per kind of layer, and the totals."""
     method = "Super" if config.supra_lambda == 0 else f"Supra, λ = {config.supra_lambda}"
-    budget = f"r0 = {config.r0}" if config.r0 is not None else f"density {config.sparse_density}"
+    rank = config.r0
+    budget = f"density {config.sparse_density}" if rank is None else f"the budget of a LoRA of rank {rank}"
     scope = "" if config.budget_scope == "layer" else f", budget_scope {config.budget_scope}"
     table = Table(title=f"{method}: {config.choice_of_support}, {budget}{scope}", title_justify="left")
     for name in (

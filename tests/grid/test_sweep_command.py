@@ -31,7 +31,7 @@ def test_a_dry_run_lists_what_would_run(stage, write_grid, command):
     result = command(grid, "--dry-run", "--retry-failed")
     assert result.exit_code == 0, result.output
     *lines, last = result.output.strip().splitlines()
-    assert last == "Unchecked: magnitude: base_model: base, whose config is not here, and what depends on its layers."
+    assert last == "Not checked: magnitude: base_model: the config of base, which lists the layers, is not here."
     assert [line.split() for line in lines[-8:]] == [
         ["training", "lora/lr0.0001-ep1-seed0", "done"],
         ["training", "lora/lr0.001-ep1-seed0", "failed", "train"],
@@ -64,7 +64,7 @@ def test_data_that_is_missing_is_told_before_anything_runs(stage, write_grid, co
     assert stage.sweep(grid)
     Path("train.jsonl").unlink()
     done = command(grid, "--dry-run")
-    assert (done.exit_code, "Refused" in done.output, "Unchecked" in done.output) == (0, False, False)
+    assert (done.exit_code, "Refused" in done.output, "Not checked" in done.output) == (0, False, False)
     assert stage.sweep(grid), "nothing is left to read it"
 
 

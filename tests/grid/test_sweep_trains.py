@@ -209,7 +209,7 @@ def test_a_dry_run_says_what_runs_would_be_refused_for(write_grid, problems):
     assert refused[1].startswith("Refused: large: ")
     assert "use r0 ≤" in refused[1]
     assert refused[2].startswith("Refused: sift: gradient_batches: 30 batches of 1 micro batches")
-    assert "Unchecked" not in result.output
+    assert "Not checked" not in result.output
     assert not Path("runs").exists()
     good = CliRunner().invoke(supertune, ["sweep", str(write_grid({"wanda": wanda})), "--dry-run"])
     assert good.exit_code == 0, good.output

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -95,6 +96,61 @@ def test_a_large_llama_plans_in_seconds(large, run, tmp_path, config, parameters
     assert written["memory"]["parts_gib"]["base weights"] == pytest.approx(2 * parameters / 8 / GIB, rel=0.01)
     assert written["memory"]["fits"] is (parameters < 1e11)
     assert ("fits" if parameters < 1e11 else "does not fit") in planned.output
+
+
+def test_memory_is_said_in_sentences_and_adds_up(large, run, tmp_path):
+    planned = run(large(LLAMA_70B, micro_batch_size=2), "--json", tmp_path / "plan.json")
+    memory = json.loads((tmp_path / "plan.json").read_text())["memory"]
+    needed = f"{memory['needed_gib']:.1f}"
+    assert (
+        f"The GPU needs about {needed} GiB of memory, for micro batches of 2 sequences of 256 tokens" in planned.output
+    )
+    _, _, table = planned.output.partition("The GPU needs")
+    rows = dict(re.findall(r"^│ (.*?) +│ +([\d.]+) │$", table, re.MULTILINE))
+    sizes = {name: float(size) for name, size in rows.items()}
+    *parts, training, calibration, unusable, cuda, _ = sizes.values()
+    assert sum(parts) == pytest.approx(training, abs=0.1)
+    assert training + unusable + cuda == pytest.approx(memory["needed_gib"], abs=0.1)
+    assert calibration == pytest.approx(memory["calibration_peak_gib"], abs=0.01)
+    assert "INFO" not in planned.output  # what Axolotl logs of its progress
+
+    sharded = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+    planned = run(large(LLAMA_70B, **sharded, micro_batch_size=1), "--gpus", 8)
+    assert re.search(
+        r"Each of the 8 GPUs \(FSDP2\) needs about [\d.]+ GiB.* of 1 sequence of 256 tokens", planned.output
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory", "remedy"),
+    [
+        (
+            {},
+            "80GiB",
+            "The base model alone is too large: quantize it, shard it over more GPUs, or take a smaller one.",
+        ),
+        (
+            {"micro_batch_size": 8, "gradient_checkpointing": None},
+            "160GiB",
+            "Less is needed with gradient_checkpointing: true, a lower micro_batch_size, a lower sequence_len.",
+        ),
+        (
+            {"micro_batch_size": 1, "sequence_len": 65536, "gradient_checkpointing": True},
+            "160GiB",
+            "Less is needed with a lower sequence_len.",
+        ),
+        (
+            {"calibration_sequence_len": 8192, "calibration_batch_size": 8, "calibration_samples": 8},
+            "150GiB",
+            "The calibration needs most: lower calibration_batch_size.",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_says_what_would_lower_it(large, run, changes, memory, remedy):
+    planned = run(large(LLAMA_70B, **changes), "--gpu-memory", memory)
+    assert planned.exit_code == 1
+    said = next(line for line in planned.output.splitlines() if line.startswith("It does not fit into the"))
+    assert said.endswith(f"GiB are missing. {remedy}")
 
 
 @pytest.mark.parametrize(
@@ -194,8 +250,8 @@ def test_norms_of_other_layers_are_refused_in_the_words_of_training(settings, tr
 def test_norms_of_this_model_are_checked_but_for_its_weights(settings, run, norms_file):
     planned = run(settings(calibration_path=norms_file(dict), **NO_TEXT))
     assert planned.exit_code == 0, planned.output
-    assert "Unchecked: calibration_path: whether its norms are of these weights" in planned.output
-    assert "Nothing in this config is refused by what could be checked." in planned.output
+    assert "Not checked: calibration_path: whether its norms were measured on these weights" in planned.output
+    assert "Nothing in this config is refused, but for what is not checked above." in planned.output
 
 
 @pytest.mark.parametrize("key", ["datasets", "test_datasets"])
@@ -213,18 +269,24 @@ def test_what_was_prepared_needs_no_file(settings, run, tmp_path):
     (tmp_path / "prepared" / "0123").mkdir(parents=True)
     planned = run(settings(datasets=[{"path": "gone.jsonl", "type": "alpaca"}]))
     assert planned.exit_code == 0, planned.output
-    assert "Unchecked: datasets[0].path: there is no file or folder gone.jsonl, and whether it was" in planned.output
+    assert "Not checked: datasets[0].path: there is no file or folder gone.jsonl, so training needs" in planned.output
 
 
 @pytest.mark.parametrize(
     ("changes", "unchecked"),
     [
-        ({"calibration_dataset": None}, "calibration_dataset: allenai/c4, which would have to be downloaded"),
-        ({"datasets": [{"path": "openai/gsm8k", "type": "alpaca"}]}, "datasets[0].path: openai/gsm8k, which would"),
-        ({"tokenizer_config": "nobody/no-tokenizer"}, "64 tokens: the tokenizer of nobody/no-tokenizer is not here"),
-        ({"calibration_dataset": "training_set"}, "calibration_samples: 4 against the records that are left"),
-        ({**GRADIENT, "datasets": [{"path": "openai/gsm8k", "type": "alpaca"}]}, "gradient_batches: 8 against the"),
-        ({"added_tokens_overrides": {5: "<new>"}}, "added_tokens_overrides make a tokenizer of its own"),
+        ({"calibration_dataset": None}, "calibration_dataset: allenai/c4 is no local file, and plan downloads nothing"),
+        ({"datasets": [{"path": "openai/gsm8k", "type": "alpaca"}]}, "datasets[0].path: openai/gsm8k is no local file"),
+        (
+            {"tokenizer_config": "nobody/no-tokenizer"},
+            "count them: the tokenizer of nobody/no-tokenizer is not on this machine",
+        ),
+        ({"calibration_dataset": "training_set"}, "calibration_samples: training needs 4 records after tokenizing"),
+        (
+            {**GRADIENT, "datasets": [{"path": "openai/gsm8k", "type": "alpaca"}]},
+            "gradient_batches: whether there are 8 batches",
+        ),
+        ({"added_tokens_overrides": {5: "<new>"}}, "added_tokens_overrides makes another tokenizer"),
     ],
 )
 def test_what_only_a_download_would_tell_is_unchecked(settings, run, tmp_path, changes, unchecked):
@@ -232,21 +294,33 @@ def test_what_only_a_download_would_tell_is_unchecked(settings, run, tmp_path, c
     assert planned.exit_code == 0, planned.output
     said = json.loads((tmp_path / "plan.json").read_text())["unchecked"]
     assert any(unchecked in each for each in said)
-    assert all(f"Unchecked: {each}." in planned.output for each in said)
+    assert all(f"Not checked: {each}." in planned.output for each in said)
 
 
 @pytest.mark.parametrize(
     ("changes", "title", "unused"),
     [
-        ({}, "Supra, λ = 0.8: wanda-bottom, r0 = 8", set()),
-        ({"supra_lambda": 1.0}, "Supra, λ = 1.0: no single weights, r0 = 8", {"mask_score", "sparse_direction"}),
-        ({"adapter": "super", "sparse_direction": "random"}, "Super: random (seed 0), r0 = 8", {"mask_score"}),
+        ({}, "Supra, λ = 0.8: wanda-bottom, the budget of a LoRA of rank 8", set()),
+        (
+            {"supra_lambda": 1.0},
+            "Supra, λ = 1.0: no single weights, the budget of a LoRA of rank 8",
+            {"mask_score", "sparse_direction"},
+        ),
+        (
+            {"adapter": "super", "sparse_direction": "random"},
+            "Super: random (seed 0), the budget of a LoRA of rank 8",
+            {"mask_score"},
+        ),
         (
             {"supra_lambda": 1.0, "lora_r": None, "sparse_density": 0.3, "mask_score": "magnitude"},
             "Supra, λ = 1.0: magnitude-bottom, density 0.3",
             set(),
         ),
-        ({"sparse_direction": "hybrid", "support_scope": "row"}, "wanda-hybrid (β = 0.5), by row, r0 = 8", set()),
+        (
+            {"sparse_direction": "hybrid", "support_scope": "row"},
+            "wanda-hybrid (β = 0.5), by row, the budget of a LoRA of rank 8",
+            set(),
+        ),
     ],
 )
 def test_a_score_is_named_only_where_it_is_used(settings, run, tmp_path, changes, title, unused):
@@ -337,7 +411,7 @@ def test_a_mixture_of_experts_has_budgets_and_no_estimate(large, run, tmp_path):
     mapping = large(LLAMA_70B, lora_target_modules=["q_proj", "v_proj"])
     MixtralConfig(num_hidden_layers=2, num_local_experts=4).save_pretrained(mapping["base_model"])
     planned = run(mapping, "--json", tmp_path / "plan.json")
-    assert "Memory: not estimated: the activations of a mixture of experts" in planned.output
+    assert "Memory is not estimated: the activations of a mixture of experts" in planned.output
     assert json.loads((tmp_path / "plan.json").read_text())["memory"] is None
 
 
@@ -517,7 +591,7 @@ def test_an_adapter_to_start_from_is_looked_at(settings, train, run, tmp_path):
     train(start)
     other = {"adapter": "supra", "supra_lambda": 0.5, "output_dir": str(tmp_path / "other")}
     planned = run(settings(**other, lora_model_dir=start["output_dir"]))
-    assert "lora_model_dir: the adapter in" in planned.output
+    assert "lora_model_dir: training keeps the settings of the adapter in" in planned.output
     assert "supra_lambda 0.0 (the YAML says 0.5)" in planned.output
     # Nothing is calibrated, so the text may be too short.
     goes_on = {**start, "calibration_samples": 1000, "output_dir": str(tmp_path / "on")}
@@ -531,7 +605,7 @@ def test_an_adapter_to_start_from_is_looked_at(settings, train, run, tmp_path):
     assert "holds no trained adapter" in planned.output
 
     planned = run(settings(**other, lora_model_dir=str(tmp_path / "gone")))
-    assert "Unchecked: lora_model_dir: there is no folder" in planned.output
+    assert "Not checked: lora_model_dir: there is no folder" in planned.output
 
 
 @pytest.mark.parametrize(

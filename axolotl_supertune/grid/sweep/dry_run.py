@@ -96,7 +96,7 @@ def _check_run(settings: dict[str, Any], texts_read: dict[str, Findings]) -> Fin
         return data_findings(settings)
     if not is_here(base, ("config.json",), settings.get("revision_of_model")):
         checked = data_findings(settings)
-        checked.unchecked.append(f"base_model: {base}, whose config is not here, and what depends on its layers")
+        checked.unchecked.append(f"base_model: the config of {base}, which lists the layers, is not here")
         return checked
     try:
         plan = planning.make(settings, gpus=1, texts_read=texts_read)

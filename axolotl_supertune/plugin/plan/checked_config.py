@@ -5,6 +5,7 @@ What is refused is removed and the rest is checked again, so that all refusals a
 
 import contextlib
 import copy
+import logging
 import os
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -49,6 +50,11 @@ def checked_config(raw: MutableMapping[str, Any], gpus: int) -> CheckedConfig:
         MissingFileError: a key that decides the budgets names a file that does not exist.
     """
     _check_plannable(raw)
+    with _quiet():
+        return _checked(raw, gpus)
+
+
+def _checked(raw: MutableMapping[str, Any], gpus: int) -> CheckedConfig:
     axolotl_compat.register_plugins(raw.get("plugins") or [])
     known = axolotl_compat.config_keys(axolotl_compat.registered_argument_classes())
     refusals: list[str] = []
@@ -91,6 +97,17 @@ def _without(left: dict[str, Any], error: ConfigError | MissingFileError) -> dic
     if error.key not in left or not removable:
         raise error
     return {key: value for key, value in left.items() if key != error.key}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what Axolotl logs of its progress; warnings stay."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager

@@ -72,11 +72,11 @@ def data_findings(cfg: Mapping[str, Any]) -> Findings:
         elif os.path.exists(path):
             continue
         elif "://" in path or not _must_be_local(path):
-            findings.unchecked.append(f"{key}: {path}, which would have to be downloaded")
+            findings.unchecked.append(f"{key}: {path} is no local file, and plan downloads nothing")
         elif is_prepared:
             findings.unchecked.append(
-                f"{key}: there is no file or folder {path}, and whether it was prepared in {prepared} "
-                "(dataset_prepared_path) before"
+                f"{key}: there is no file or folder {path}, so training needs what `axolotl preprocess` made of it in "
+                f"{prepared} (dataset_prepared_path); plan does not look whether that is there"
             )
         else:
             findings.refusals.append(f"{key}: there is no file or folder {path}. Name one, or a dataset on the hub.")
@@ -96,7 +96,7 @@ def start_findings(cfg: Any, asked: SupraConfig) -> Findings:
         return findings
     if not os.path.exists(folder):
         findings.unchecked.append(
-            f"lora_model_dir: there is no folder {folder}; from the hub it would have to be downloaded"
+            f"lora_model_dir: there is no folder {folder}, and plan downloads nothing from the hub"
         )
         return findings
     try:
@@ -106,8 +106,8 @@ def start_findings(cfg: Any, asked: SupraConfig) -> Findings:
         return findings
     if kept:
         findings.unchecked.append(
-            f"lora_model_dir: the adapter in {folder} has its own settings and keeps them, and planned are the YAML's: "
-            f"{kept}"
+            f"lora_model_dir: training keeps the settings of the adapter in {folder}, and this plan is of the YAML's, "
+            f"which differ: {kept}"
         )
     return findings
 
@@ -152,7 +152,9 @@ def gradient_findings(cfg: Any, batches: int, gpus: int = 1) -> Findings:
         return findings
     records = most_records(cfg)
     if records is None:
-        findings.unchecked.append(f"gradient_batches: {batches} against the batches that there are")
+        findings.unchecked.append(
+            f"gradient_batches: whether there are {batches} batches, as the records could not be counted"
+        )
         return findings
     size = cfg.get("gradient_accumulation_steps") or 1
     micro_batches = math.ceil(records / ((cfg.get("micro_batch_size") or 1) * gpus))
@@ -256,7 +258,9 @@ def _norms_findings(cfg: Any, model: Any, model_config: Any, layers: list[str]) 
             norms[layer]  # raises for a layer without norms
     except (ValueError, OSError) as error:
         return Findings(refusals=[str(error)])
-    return Findings(unchecked=["calibration_path: whether its norms are of these weights, which were not read"])
+    return Findings(
+        unchecked=["calibration_path: whether its norms were measured on these weights, which plan does not read"]
+    )
 
 
 def _records_findings(cfg: Any) -> Findings:
@@ -264,7 +268,9 @@ def _records_findings(cfg: Any) -> Findings:
     samples = cfg["calibration_samples"]
     if records is None or records >= samples:
         return Findings(
-            unchecked=[f"calibration_samples: {samples} against the records that are left when all are tokenized"]
+            unchecked=[
+                f"calibration_samples: training needs {samples} records after tokenizing, and plan tokenizes none"
+            ]
         )
     try:
         training_windows([[0]] * records, samples=samples, sequence_len=1)
@@ -276,19 +282,22 @@ def _records_findings(cfg: Any) -> Findings:
 def _text_findings(cfg: Any, model_config: Any) -> Findings:
     source = str(cfg["calibration_dataset"])
     if not os.path.exists(source):  # a missing local file was refused before
-        return Findings(unchecked=[f"calibration_dataset: {source}, which would have to be downloaded"])
+        return Findings(unchecked=[f"calibration_dataset: {source} is no local file, and plan downloads nothing"])
     name = str(cfg.get("tokenizer_config") or cfg.get("base_model_config") or cfg["base_model"])
     length = window_length(cfg, model_config)
-    question = f"calibration_dataset: whether {source} has {cfg['calibration_samples']} windows of {length} tokens"
+    question = (
+        f"calibration_dataset: {source} must hold {cfg['calibration_samples']} windows of {length} tokens, and plan "
+        "cannot count them: "
+    )
     if cfg.get("added_tokens_overrides"):  # Axolotl would write another tokenizer into output_dir
-        return Findings(unchecked=[f"{question}: added_tokens_overrides make a tokenizer of its own"])
+        return Findings(unchecked=[f"{question}added_tokens_overrides makes another tokenizer"])
     if not is_here(name, _TOKENIZER_FILES, cfg.get("revision_of_model")):
-        return Findings(unchecked=[f"{question}: the tokenizer of {name} is not here"])
+        return Findings(unchecked=[f"{question}the tokenizer of {name} is not on this machine"])
     with_tokenizer = DictDefault({**cfg, "tokenizer_config": name})
     try:
         tokenizer = load_tokenizer(with_tokenizer)
     except (ValueError, OSError) as error:
-        return Findings(unchecked=[f"{question}: the tokenizer of {name} cannot be loaded: {error}"])
+        return Findings(unchecked=[f"{question}the tokenizer of {name} cannot be loaded: {error}"])
     try:
         windows_of_text(with_tokenizer, model_config, tokenizer)
     except (ValueError, OSError) as error:

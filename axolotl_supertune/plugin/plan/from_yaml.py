@@ -190,7 +190,7 @@ def _attention_of(cfg: Mapping[str, Any], shape: Shape, length: int, notes: list
     if implementation == "sdpa" and packs:
         return ("repeated" if _varlen(cfg, shape) else "masked"), sequences, length
     if implementation == "sdpa" and sequences > 1:
-        notes.append(f"{sequences} rows of different lengths, which sdpa computes with a mask and repeated keys")
+        notes.append(f"the {sequences} sequences of a batch differ in length, so sdpa attention has a mask")
         return "masked", sequences, length
     if implementation != "sdpa" and packs and not cfg.get("multipack_real_batches"):
         return "flash", 1, sequences * length
@@ -210,7 +210,7 @@ def _layers_of(base: Base, engine: Engine, notes: list[str]) -> Layers:
     from ...ops.dispatch import requested
 
     if requested() == "reference":
-        notes.append("the adapted layers are computed by the reference, not by the Triton kernels")
+        notes.append("the adapted layers are computed in plain PyTorch, not by the Triton kernels (SUPERTUNE_KERNELS)")
         return "reference"
     if base != "plain":
         return "recomputed"

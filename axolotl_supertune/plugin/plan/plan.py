@@ -60,13 +60,13 @@ def make(
         plan.unchecked += finding.unchecked
     if method.compares_layers:
         plan.notes.append(
-            "every layer has as many sparse entries as its budget alone; budget_scope: global moves them between layers"
+            "each layer has the sparse entries of its own budget; budget_scope: global moves them between layers"
         )
     text = model_config.get_text_config()
     plan.unknown = unlike_llama(text)
     if not plan.unknown:
         if text.model_type not in CHECKED:
-            plan.notes.append(f"the blocks of {text.model_type} keep what Llama's keep, which was not checked")
+            plan.notes.append(f"a {text.model_type} model takes the memory of a Llama of its sizes; nobody measured it")
         plan.job = job_of({**cfg, **checked.removed}, method, model, text, engine, tokens, plan.notes)
         _estimate(plan)
     return plan

@@ -7,7 +7,7 @@ from ...engines.single import ONE_PROCESS
 from . import memory
 from .memory import GIB, Estimate
 from .result import Plan
-from .workload import Job
+from .workload import Job, Step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +24,23 @@ _SETTINGS = (
     "gradient_batches",
     "low_rank_warmup_steps",
 )
+
+# Names in the table of what the estimate, and so the JSON, calls otherwise.
+_MOMENTS = {
+    "loss": "while the loss is computed",
+    "backward of the last block": "in the backward pass of the last block",
+    "backward of the first block": "in the backward pass of the first block",
+    "optimizer step": "in the optimizer's step",
+    "evaluation": "in an evaluation",
+    "choice of the support by gradient": "while gradients choose the support",
+}
+_PARTS = {
+    "adapter": "adapter: U, L, R and the support's indices",
+    "optimizer": "state of the optimizer",
+    "workspace": "workspace of matrix products",
+    "reduction buckets": "buffers that sum gradients over the GPUs",
+    "gathered weights": "base weights gathered from the other GPUs",
+}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -98,44 +115,77 @@ def show(plan: Plan) -> None:
         console = Console(highlight=False, width=140)
     console.print(layer_table(plan.rows, plan.method))
     if plan.estimate is None or plan.job is None:
-        _line(console, f"Memory: not estimated: {plan.unknown}")
+        _line(console, f"Memory is not estimated: {plan.unknown}")
     else:
         _show_memory(console, plan, plan.estimate, plan.job)
     for refusal in plan.refusals:
         _line(console, f"Refused: {refusal}")
     for unchecked in plan.unchecked:
-        _line(console, f"Unchecked: {unchecked}.")
-    if not plan.refusals:
-        _line(console, "Nothing in this config is refused" + (" by what could be checked." if plan.unchecked else "."))
+        _line(console, f"Not checked: {unchecked}.")
+    if plan.refusals:
+        _line(console, "Training would not start: mend what is refused above.")
+    elif plan.unchecked:
+        _line(console, "Nothing in this config is refused, but for what is not checked above.")
+    else:
+        _line(console, "Nothing in this config is refused.")
 
 
 def _show_memory(console: "Console", plan: Plan, estimate: Estimate, job: Job) -> None:
     from rich.table import Table
 
-    step, engine = job.step, job.engine
-    processes = engine.name if engine.processes == 1 else f"{engine.name} on {engine.processes} GPUs"
-    _line(console, f"Memory of one GPU, {processes}: {step.sequences} × {step.length} tokens")
+    step, needed = job.step, estimate.needed / GIB
+    sequences = f"{step.sequences} sequence{'' if step.sequences == 1 else 's'} of {step.length} tokens"
+    _line(console, f"{_gpus(job)} needs about {needed:.1f} GiB of memory, for micro batches of {sequences}:")
     table = Table()
-    table.add_column("at the peak: " + estimate.moment)
+    table.add_column(f"at the peak, {_MOMENTS.get(estimate.moment, estimate.moment)}")
     table.add_column("GiB", justify="right")
-    for name, size in estimate.parts.items():
+
+    def add(name: str, size: float) -> None:
         table.add_row(name, f"{size / GIB:.2f}")
+
+    for name, size in estimate.parts.items():
+        add(_PARTS.get(name, name), size)
     table.add_section()
-    table.add_row("training", f"{estimate.training / GIB:.2f}")
+    add("peak of training, the sum", estimate.training)
     if estimate.calibration:
-        table.add_row("calibration, before it", f"{estimate.calibration / GIB:.2f}")
+        add("peak of the calibration before it", estimate.calibration)
+    unusable = f"{memory.FRAGMENTATION:.0%}"
+    add(f"{unusable} more, which PyTorch's allocator cannot use", estimate.peak * memory.FRAGMENTATION)
+    add("CUDA itself", memory.CONTEXT)
+    table.add_section()
+    add(f"needed: the {'higher ' if estimate.calibration else ''}peak, {unusable} and CUDA", estimate.needed)
     console.print(table)
-    _line(
-        console,
-        f"A card needs {estimate.needed / GIB:.1f} GiB: the peak, {memory.FRAGMENTATION:.0%} that the allocator "
-        f"cannot use, {memory.CONTEXT / GIB} GiB of CUDA's own.",
-    )
     if plan.gpu_memory is not None:
-        left = (plan.gpu_memory - estimate.needed) / GIB
-        fits = f"fits, {left:.1f} GiB are left" if left >= 0 else f"does not fit, {-left:.1f} GiB are missing"
-        _line(console, f"{plan.gpu_memory / GIB:.1f} GiB: {fits}.")
+        left = plan.gpu_memory / GIB - needed
+        given = f"into the {plan.gpu_memory / GIB:.1f} GiB of --gpu-memory"
+        if left >= 0:
+            _line(console, f"It fits {given}: {left:.1f} GiB are left.")
+        else:
+            remedy = _remedy(plan.gpu_memory, estimate, step)
+            _line(console, f"It does not fit {given}: {-left:.1f} GiB are missing. {remedy}")
     for note in plan.notes:
-        _line(console, f"Taken for granted: {note}.")
+        _line(console, f"Assumed: {note}.")
+
+
+def _gpus(job: Job) -> str:
+    """`The GPU`, or `Each of the 4 GPUs (FSDP2)`."""
+    engine = job.engine
+    if engine.processes > 1:
+        return f"Each of the {engine.processes} GPUs ({engine.name})"
+    return "The GPU" if engine.name == ONE_PROCESS.name else f"The GPU ({engine.name})"
+
+
+def _remedy(gpu_memory: float, estimate: Estimate, step: Step) -> str:
+    """What would lower the memory that is needed, for a plan that does not fit into these bytes."""
+    kept = sum(size for name, size in estimate.parts.items() if name not in ("activations", "logits and loss"))
+    if kept * (1 + memory.FRAGMENTATION) + memory.CONTEXT > gpu_memory:
+        quantize = "quantize it, " if step.base == "plain" else ""
+        return f"The base model alone is too large: {quantize}shard it over more GPUs, or take a smaller one."
+    if estimate.calibration > estimate.training:
+        return "The calibration needs most: lower calibration_batch_size."
+    ways = ["gradient_checkpointing: true"] if step.checkpointing == "none" else []
+    ways += ["a lower micro_batch_size"] if step.sequences > 1 else []
+    return f"Less is needed with {', '.join([*ways, 'a lower sequence_len'])}."
 
 
 def _line(console: "Console", text: str) -> None:
