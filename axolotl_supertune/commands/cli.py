@@ -7,6 +7,7 @@ from .calibrate import calibrate
 from .contamination import contamination
 from .evaluate import evaluate
 from .export import export
+from .init import init
 from .inspect import inspect
 from .overlap import overlap
 from .plan import plan
@@ -16,8 +17,8 @@ from .sweep import sweep
 
 @click.group()
 def supertune() -> None:
-    """Super and Supra: plan, calibrate, evaluate, inspect, export; grids; contamination checks; what a step costs."""
+    """Super and Supra: init, plan, calibrate, evaluate, inspect, export; grids; contamination; cost of a step."""
 
 
-for command in (bench, calibrate, contamination, evaluate, export, inspect, overlap, plan, report, sweep):
+for command in (bench, calibrate, contamination, evaluate, export, init, inspect, overlap, plan, report, sweep):
     supertune.add_command(command)

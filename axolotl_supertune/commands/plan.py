@@ -12,7 +12,7 @@ from .files import read_yaml, write_json
 _UNITS = {"": 1, "MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
-class _Memory(click.ParamType):
+class Memory(click.ParamType):
     """`80GiB`, `24 GB` or a number of bytes → bytes."""
 
     name = "memory"
@@ -33,7 +33,7 @@ class _Memory(click.ParamType):
 @click.command("plan")
 @click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--gpus", type=click.IntRange(min=1), help="One process each. Default: the YAML's, WORLD_SIZE, or 1.")
-@click.option("--gpu-memory", type=_Memory(), help="Of one GPU, as 80GiB: says whether it fits.")
+@click.option("--gpu-memory", type=Memory(), help="Of one GPU, as 80GiB: says whether it fits.")
 @click.option("--tokens", type=click.IntRange(min=1), help="Longest record, if shorter than sequence_len.")
 @click.option(
     "--json", "--output", "target", type=click.Path(dir_okay=False, path_type=Path), help="Also write all as JSON."

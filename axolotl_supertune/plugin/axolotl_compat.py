@@ -21,6 +21,7 @@ from axolotl.integrations.base import PluginManager
 from axolotl.loaders import adapter as _adapter
 from axolotl.loaders import model as _model
 from axolotl.loaders.utils import load_model_config
+from axolotl.utils.chat_templates import get_chat_template
 from axolotl.utils.config import prepare_plugins, validate_config
 from axolotl.utils.distributed import init_distributed_state
 from axolotl.utils.schemas.config import AxolotlInputConfig
@@ -32,6 +33,7 @@ __all__ = [
     "TIMEOUT_VARIABLE",
     "argument_class_of",
     "axolotl_version",
+    "chat_template_text",
     "config_keys",
     "draws_lora_by_name",
     "init_distributed_state",
@@ -135,6 +137,16 @@ def validated(cfg: Any, gpus: int) -> Any:
     # Test: test_plan.py.
     prepare_plugins(cfg)
     return validate_config(cfg, capabilities={**_CAPABILITIES, "n_gpu": gpus}, env_capabilities=_ENVIRONMENT)
+
+
+def chat_template_text(name: str) -> str:
+    """The Jinja text of one of Axolotl's chat templates, as `chat_template` in a YAML names it.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    # If it moves, `init` cannot count the tokens of chats. Test: test_axolotl_compat.py::test_a_chat_template….
+    return get_chat_template(name)
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------

@@ -56,6 +56,13 @@ def test_the_argument_class_of_a_plugin_that_is_not_registered():
         axolotl_compat.argument_class_of("nowhere.Plugin")
 
 
+def test_a_chat_template_is_found_by_its_name():
+    assert "<|im_start|>" in axolotl_compat.chat_template_text("chatml")
+    assert "### Response:" in axolotl_compat.chat_template_text("alpaca")
+    with pytest.raises(ValueError, match="none_of_them"):
+        axolotl_compat.chat_template_text("none_of_them")
+
+
 def test_no_command_is_running():
     assert not axolotl_compat.is_evaluating()
     assert not axolotl_compat.is_merging()

@@ -41,7 +41,7 @@ def make(
 
     checked = checked_config(raw, engine.processes)
     cfg = checked.cfg
-    model, model_config = _meta_model(cfg)
+    model, model_config = meta_model(cfg)
     try:
         method = adapter_config(model, cfg)
         budgets = layer_budgets(model, method)
@@ -81,7 +81,7 @@ def _estimate(plan: Plan) -> None:
         plan.unknown = str(error)
 
 
-def _meta_model(cfg: Any) -> tuple[Any, Any]:
+def meta_model(cfg: Any) -> tuple[Any, Any]:
     """The base model without weights, and its config.
 
     Raises:

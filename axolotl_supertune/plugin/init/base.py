@@ -1,0 +1,148 @@
+"""What a YAML must say for a base model: its size, its longest input, its special tokens and its chat template."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from axolotl.utils.dict import DictDefault
+
+from ..axolotl_compat import chat_template_text
+from ..plan.plan import meta_model
+from ..validation import check_base
+
+_CHATML = ("<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model, without its weights.
+
+    Attributes:
+        name: a folder, or a model on the hub.
+        parameters: how many weights it has.
+        longest_input: tokens, as its config says; None if it does not.
+        end_tokens: ids of the tokens that end a text, as its config says.
+        tokenizer: a transformers tokenizer; None if it cannot be loaded.
+        tokenizer_error: why it cannot be loaded.
+    """
+
+    name: str
+    parameters: int
+    longest_input: int | None
+    end_tokens: tuple[int, ...]
+    tokenizer: Any
+    tokenizer_error: str = ""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Keys about special tokens and the chat template, each with its reason.
+
+    Attributes:
+        special: for `special_tokens`: (name, token, reason).
+        chat_template: for `chat_template`; empty if the data is no chat.
+        chat_reason: why that template.
+        template: its Jinja text; None if the tokenizer is not here.
+        warnings: sentences about what may be wrong with the tokenizer.
+    """
+
+    special: list[tuple[str, str, str]] = field(default_factory=list)
+    chat_template: str = ""
+    chat_reason: str = ""
+    template: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_base(name: str) -> Base:
+    """Read the config and the tokenizer of a base model, from a folder, the hub's cache or the hub.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: the config cannot be read, or is not one of a causal language model.
+    """
+    from transformers import AutoTokenizer
+
+    check_base(name)
+    try:
+        model, config = meta_model(DictDefault({"base_model": name}))
+    except ValueError as error:
+        text = " ".join(str(error).removeprefix("base_model: ").split())
+        remedy = ""
+        if "cannot be read" in text:
+            remedy = (
+                " The learning rate, the batch and the chat template depend on the base, so nothing is written without "
+                f"it: download it (hf download {name}), or name its folder."
+            )
+        raise ValueError(f"--base {name}: {text}{remedy}") from error
+    tokenizer, reason = None, ""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of many kinds: a missing file, a missing library, a broken JSON
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+    text = config.get_text_config()
+    ends = getattr(text, "eos_token_id", None)
+    return Base(
+        name,
+        sum(parameter.numel() for parameter in model.parameters()),
+        getattr(text, "max_position_embeddings", None),
+        tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,),
+        tokenizer,
+        reason,
+    )
+
+
+def choose_tokens(base: Base, is_chat: bool) -> Tokens:
+    """The special tokens and the chat template that a training of this base needs."""
+    if base.tokenizer is None:
+        reason = "the tokenizer's own, if it has one, which could not be looked at"
+        template = "tokenizer_default_fallback_alpaca" if is_chat else ""
+        return Tokens(chat_template=template, chat_reason=reason if is_chat else "")
+    tokens = Tokens(**_chat_template(base.tokenizer) if is_chat else {})
+    end = _end_token(base, tokens)
+    if base.tokenizer.pad_token is None and end:
+        tokens.special.append(("pad_token", end, "the tokenizer has none; padding is masked out"))
+    return tokens
+
+
+def _chat_template(tokenizer: Any) -> dict[str, Any]:
+    if tokenizer.chat_template:
+        return {
+            "chat_template": "tokenizer_default",
+            "chat_reason": "the base's own",
+            "template": str(tokenizer.chat_template),
+        }
+    if all(token in tokenizer.get_vocab() for token in _CHATML):
+        return {
+            "chat_template": "chatml",
+            "chat_reason": f"the tokenizer has no chat template, but {' and '.join(_CHATML)}, which chatml needs",
+            "template": chat_template_text("chatml"),
+            "special": [("eos_token", _CHATML[1], "ends a turn in chatml")],
+        }
+    return {
+        "chat_template": "alpaca",
+        "chat_reason": "The base has no chat template. This one is plain text and needs no new tokens. Of the others "
+        f"chatml needs {' and '.join(_CHATML)}, llama3 <|start_header_id|>, <|end_header_id|> and <|eot_id|>: a base "
+        "that lacks them has to learn them (`tokens`, with lora_modules_to_save: [embed_tokens, lm_head]).",
+        "template": chat_template_text("alpaca"),
+    }
+
+
+def _end_token(base: Base, tokens: Tokens) -> str | None:
+    """The token that ends a text; adds to `tokens` where the tokenizer has none, or another one than the model."""
+    tokenizer = base.tokenizer
+    chosen = next((token for name, token, _ in tokens.special if name == "eos_token"), None)
+    if chosen is not None:
+        return chosen
+    models = [tokenizer.convert_ids_to_tokens(end) for end in base.end_tokens]
+    if tokenizer.eos_token is None:
+        if models and models[0] is not None:
+            tokens.special.append(("eos_token", models[0], "the tokenizer has none; this is the model's"))
+            return models[0]
+        tokens.warnings.append(
+            "neither the tokenizer nor the config names a token that ends a text: set special_tokens: eos_token."
+        )
+    elif base.end_tokens and tokenizer.eos_token_id not in base.end_tokens:
+        tokens.warnings.append(
+            f"the tokenizer ends a text with {tokenizer.eos_token}, the model's config with {models[0]}. What is "
+            "trained learns the tokenizer's; if that is the wrong one, set special_tokens: eos_token."
+        )
+    return tokenizer.eos_token
