@@ -33,6 +33,7 @@ def init(base: str, data: Path, output: Path, method: str, gpu_memory: float | N
     if output.exists() and not overwrite:
         raise click.ClickException(f"--output {output}: the file is there. Name another one, or add --overwrite.")
     with user_errors(output):
+        click.echo(f"reading {data} and the config of {base} …", err=True)  # the imports alone take seconds
         from ..plugin.init.init import init as make
 
         written = make(base, data, output, adapter=method, gpu_memory=gpu_memory)

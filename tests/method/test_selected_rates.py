@@ -17,6 +17,7 @@ from axolotl_supertune.method.selected_rates import (
 )
 
 M135, B1, B8 = 134_515_008, 1_235_814_400, 8_030_261_248
+SQUARED = {"supra_lambda": 0.5, "score": "squared_gradient", "direction": "top"}
 
 
 def written(of_ours):
@@ -69,7 +70,7 @@ def test_the_file_is_read_into_its_types():
         (M135, 1, {"supra_lambda": 0.3}, 1e-3, 1e-2, "records: supra-0.3-two-rates"),
         (M135, 1, {"supra_lambda": 0.8}, 5e-3, 1e-2, "records: supra-0.8-two-rates"),
         (M135, 1, {"supra_lambda": 0}, 1e-2, None, "records: super-bottom"),
-        (M135, 1, {"supra_lambda": 0.5, "score": "squared_gradient", "direction": "top"}, 1e-3, None, "records: rosa"),
+        (M135, 1, SQUARED, 1e-3, None, "records: rosa-squared"),
         # The nearest on a log scale: 400M lies between 135M and 1.24B at 408M, 3.15B is the middle of 1.24B and 8.03B.
         (400_000_000, 1, {"supra_lambda": 0}, 1e-2, None, "records: super-bottom"),
         (420_000_000, 1, {"supra_lambda": 0}, 1e-3, None, "tab:llama1b_math17k_hybrid_super_accuracy_r8"),

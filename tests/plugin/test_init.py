@@ -15,12 +15,13 @@ from trainings import eval_losses
 from transformers import AutoTokenizer, LlamaConfig
 
 from axolotl_supertune.commands.cli import supertune
+from axolotl_supertune.method.selected_rates import selected_rates
 from axolotl_supertune.plugin.init.base import choose_tokens, read_base
 from axolotl_supertune.plugin.init.data_format import read_data
 from axolotl_supertune.plugin.init.init import init
 from axolotl_supertune.plugin.init.lengths import measure
 from axolotl_supertune.plugin.init.placement import on_cpu
-from axolotl_supertune.plugin.init.schedule import choose_method, make_schedule
+from axolotl_supertune.plugin.init.schedule import STEPS_OF_OURS, choose_method, make_schedule
 from axolotl_supertune.plugin.init.yaml_text import Comment, Key, yaml_text
 from axolotl_supertune.plugin.plan.plan import make
 
@@ -205,10 +206,21 @@ def tokenizer_of(tmp_path, base):
 
 
 def test_a_base_with_a_template_keeps_it(tokenizer_of):
-    found = choose_tokens(
-        tokenizer_of(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), is_chat=True
-    )
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    found = choose_tokens(tokenizer_of(chat_template=template), is_chat=True)
     assert (found.chat_template, found.special, found.warnings) == ("tokenizer_default", [], [])
+    assert not found.turn_end
+    found = choose_tokens(tokenizer_of(chat_template=template.replace("{{ eos_token }}", "")), is_chat=True)
+    assert "writes no token after an answer" in found.warnings[0]
+
+
+def test_another_token_that_ends_an_answer_is_learnt(tokenizer_of, file, tmp_path):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    found = tokenizer_of(tokens=["<|end|>", "<|other|>"], chat_template=template)
+    assert choose_tokens(found, is_chat=True).turn_end == "<|end|>"
+    written = init(found.name, file(30 * [CHAT]), tmp_path / "run.yml")
+    assert yaml.safe_load(written.text)["eot_tokens"] == ["<|end|>"]
+    assert not make(yaml.safe_load(written.text)).refusals
 
 
 def test_a_base_with_the_tokens_of_chatml_gets_it(tokenizer_of):
@@ -302,6 +314,17 @@ def test_a_score_that_did_poorly_is_not_chosen():
     assert poor.score == "magnitude"
     assert "wanda 22.3 %" in poor.score_reason
     assert choose_method("super", 8_000_000_000, 3000).score == "wanda"
+
+
+def test_what_the_yaml_says_of_lambda_is_so():
+    rows = [row for row in selected_rates() if (row.method, row.direction) == ("Supra", "bottom") and row.did_poorly]
+    assert [row.supra_lambda for row in rows] == [0.3, 0.3]
+
+
+def test_what_the_yaml_says_of_our_run_is_so():
+    runs = Path(__file__).parents[2] / "examples/paper/results/smollm2-135m/runs"
+    record = json.loads((runs / "supra-0.8-two-rates/lr0.005-ep1-seed0/run.json").read_text())
+    assert record["steps"] == STEPS_OF_OURS
 
 
 def test_a_cpu_gets_few_tokens_at_a_time():
@@ -431,7 +454,8 @@ def test_an_error_is_one_line_and_leaves_no_file(base, file, tmp_path):
     words = ["init", "--base", str(base), "--data", str(file(["{"])), "--output", str(output)]
     done = CliRunner().invoke(supertune, words)
     assert done.exit_code == 1
-    assert done.output.startswith("Error: --data ")
+    assert "Traceback" not in done.output
+    assert done.output.splitlines()[-1].startswith("Error: --data ")
     assert not output.exists()
 
 

@@ -1,6 +1,6 @@
 """What a YAML must say for a base model: its size, its longest input, its special tokens and its chat template."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from axolotl.utils.dict import DictDefault
@@ -42,6 +42,7 @@ class Tokens:
         chat_template: for `chat_template`; empty if the data is no chat.
         chat_reason: why that template.
         template: its Jinja text; None if the tokenizer is not here.
+        turn_end: for `eot_tokens`: the token that ends an answer, where it is not the tokenizer's eos_token.
         warnings: sentences about what may be wrong with the tokenizer.
     """
 
@@ -49,6 +50,7 @@ class Tokens:
     chat_template: str = ""
     chat_reason: str = ""
     template: str | None = None
+    turn_end: str = ""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -98,6 +100,8 @@ def choose_tokens(base: Base, is_chat: bool) -> Tokens:
         return Tokens(chat_template=template, chat_reason=reason if is_chat else "")
     tokens = Tokens(**_chat_template(base.tokenizer) if is_chat else {})
     end = _end_token(base, tokens)
+    if tokens.chat_template == "tokenizer_default":
+        tokens = _with_turn_end(tokens, base.tokenizer)
     if base.tokenizer.pad_token is None and end:
         tokens.special.append(("pad_token", end, "the tokenizer has none; padding is masked out"))
     return tokens
@@ -108,7 +112,7 @@ def _chat_template(tokenizer: Any) -> dict[str, Any]:
         return {
             "chat_template": "tokenizer_default",
             "chat_reason": "the base's own",
-            "template": str(tokenizer.chat_template),
+            "template": tokenizer.get_chat_template(),
         }
     if all(token in tokenizer.get_vocab() for token in _CHATML):
         return {
@@ -124,6 +128,32 @@ def _chat_template(tokenizer: Any) -> dict[str, Any]:
         "that lacks them has to learn them (`tokens`, with lora_modules_to_save: [embed_tokens, lm_head]).",
         "template": chat_template_text("alpaca"),
     }
+
+
+def _with_turn_end(tokens: Tokens, tokenizer: Any) -> Tokens:
+    """Find what a chat template writes after an answer: Axolotl trains that token only if it knows it."""
+    answer = "What is this?"
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(messages, chat_template=tokens.template, tokenize=False)
+    except Exception:  # a template that refuses these messages refuses the records with a better message
+        return tokens
+    after = text.rpartition(answer)[2]
+    if tokenizer.eos_token and tokenizer.eos_token in after:
+        return tokens
+    written = [token for token in _special_tokens(tokenizer) if token in after]
+    if written:
+        return replace(tokens, turn_end=min(written, key=after.index))
+    tokens.warnings.append(
+        "the base's chat template writes no token after an answer, so that the trained model does not learn to stop. "
+        "Name another chat_template."
+    )
+    return tokens
+
+
+def _special_tokens(tokenizer: Any) -> set[str]:
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values())
+    return {token for token in (*added, *tokenizer.all_special_tokens) if token.strip()}
 
 
 def _end_token(base: Base, tokens: Tokens) -> str | None:

@@ -22,7 +22,10 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.is_dir():
         raise ValueError(f"--data {path}: a folder. Name one file of {_listed(SUFFIXES)}.")
     if not path.exists():
-        raise FileNotFoundError(f"--data: there is no file {path}.")
+        raise FileNotFoundError(
+            f"--data: there is no file {path}. Name one on this machine; a data set on the hub has to be downloaded "
+            "first."
+        )
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"--data {path}: its name ends in none of {_listed(SUFFIXES)}. Convert it to one of them.")

@@ -7,6 +7,7 @@ from ...method.selected_rates import FirstRate, first_rate
 PAPER_BATCH = 16
 # Steps of the paper's runs on Math17K with batches of 16: one epoch, three epochs.
 STEPS_OF_ONE_EPOCH, STEPS_OF_THREE_EPOCHS = 1060, 3190
+STEPS_OF_OURS = 438  # of the records in examples/paper/results
 _BETWEEN = 1840  # the middle of the two on a log scale
 _ENOUGH_STEPS = 200
 _LARGE, _SMALL = 5000, 100

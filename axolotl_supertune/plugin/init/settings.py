@@ -6,10 +6,18 @@ from pathlib import Path
 
 from ...method.budget import DEFAULT_R0
 from .base import Base, Tokens
-from .data_format import Completion, Data
+from .data_format import Completion, Data, Pairs
 from .lengths import LIMIT, Lengths
 from .placement import Placement
-from .schedule import LAMBDA, PAPER_BATCH, STEPS_OF_ONE_EPOCH, STEPS_OF_THREE_EPOCHS, Method, Schedule
+from .schedule import (
+    LAMBDA,
+    PAPER_BATCH,
+    STEPS_OF_ONE_EPOCH,
+    STEPS_OF_OURS,
+    STEPS_OF_THREE_EPOCHS,
+    Method,
+    Schedule,
+)
 from .yaml_text import Comment, Key
 
 _GIB = 2**30
@@ -110,10 +118,17 @@ def _data(draft: Draft) -> Iterator[Key | Comment | None]:
         about += f" Not used: {', '.join(data.unused)}."
     if data.empty_count:
         about += f" {data.empty_count} have nothing to learn ({', '.join(data.empty)}, …): remove them."
+    if isinstance(data.format, Pairs) and getattr(draft.base.tokenizer, "chat_template", None):
+        about += (
+            "\nThe base is a chat model, and these records are trained with Alpaca's prompt: ask with it (--prompter "
+            "AlpacaPrompter). To keep the base's own chat template, write them as messages with role and content."
+        )
     yield Comment(about)
     yield Key("datasets", [{"path": str(data.path), **data.format.dataset()}])
     if draft.tokens.chat_template:
         yield Key("chat_template", draft.tokens.chat_template, draft.tokens.chat_reason)
+    if draft.tokens.turn_end:
+        yield Key("eot_tokens", [draft.tokens.turn_end], "Ends an answer in this template, and is learnt with it.")
     if schedule.validation:
         yield Key(
             "val_set_size", schedule.validation, "records that are not trained on: their loss says whether it learns"
@@ -163,11 +178,13 @@ def _course(draft: Draft) -> Iterator[Key | Comment | None]:
         f"From {rate.explanation()}",
         *rate.cautions,
     ]
-    if not rate.row.is_ours:
-        passes, steps = (
-            ("one epoch", STEPS_OF_ONE_EPOCH) if rate.row.epochs == 1 else ("three epochs", STEPS_OF_THREE_EPOCHS)
-        )
-        lines.append(f"The paper's {passes} had some {steps:,} steps of 16 records, this run has {schedule.steps}.")
+    if rate.row.is_ours:
+        ran = f"Our run had {STEPS_OF_OURS}"
+    elif rate.row.epochs == 1:
+        ran = f"The paper's one epoch had some {STEPS_OF_ONE_EPOCH:,}"
+    else:
+        ran = f"The paper's three epochs had some {STEPS_OF_THREE_EPOCHS:,}"
+    lines.append(f"{ran} steps of {PAPER_BATCH} records; this run has {schedule.steps:,} of {schedule.batch}.")
     yield Comment("\n".join(lines))
     yield Key("learning_rate", rate.learning_rate)
     if rate.sparse_lr is not None:
