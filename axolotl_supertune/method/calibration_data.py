@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .config_error import MissingFileError
+from .progress import progress
 
 TRAINING_SET = "training_set"  # value of calibration_dataset: calibrate on records of the training data
 C4_DATASET = "allenai/c4"
@@ -68,18 +69,20 @@ def calibration_windows(
     windows: list[list[int]] = []
     long_documents: list[list[int]] = []
     documents = tokens = longest = 0
-    for text in _documents(source, split, text_field, seed):
-        ids = tokenizer(text, verbose=False)["input_ids"]
-        documents += 1
-        tokens += len(ids)
-        longest = max(longest, len(ids))
-        if len(ids) < sequence_len:
-            continue
-        start = int(random.integers(len(ids) - sequence_len + 1))
-        windows.append(ids[start : start + sequence_len])
-        long_documents.append(ids)
-        if len(windows) == samples:
-            return torch.tensor(windows, dtype=torch.int64)
+    with progress("Drawing calibration windows", total=samples, unit="window") as bar:
+        for text in _documents(source, split, text_field, seed):
+            ids = tokenizer(text, verbose=False)["input_ids"]
+            documents += 1
+            tokens += len(ids)
+            longest = max(longest, len(ids))
+            if len(ids) < sequence_len:
+                continue
+            start = int(random.integers(len(ids) - sequence_len + 1))
+            windows.append(ids[start : start + sequence_len])
+            long_documents.append(ids)
+            bar.update()
+            if len(windows) == samples:
+                return torch.tensor(windows, dtype=torch.int64)
 
     disjoint = [window for ids in long_documents for window in _disjoint_windows(ids, sequence_len, random)]
     if len(disjoint) < samples:

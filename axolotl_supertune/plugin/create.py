@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from axolotl.utils.logging import get_logger
 from peft import get_peft_model
 
 from ..engines import engine_of
@@ -17,6 +18,8 @@ from ..tuner import SupraConfig, SupraLayer
 from ..tuner.quantization.settings import base_quantization
 from ..tuner.targets import layer_budgets
 from . import axolotl_compat, validation
+
+LOG = get_logger(__name__)
 
 
 def is_new(cfg: Any) -> bool:
@@ -115,6 +118,9 @@ def make_adapter(model: Any, cfg: Any, processes: Processes, norms: Callable[...
     if model.device.type == "cpu" and torch.device(cfg.device or "cpu").type == "cuda":
         # A base that is to be sharded may still be on the CPU, where choosing supports is slow.
         config.support_device = cfg.device
+    sparse = sum(bool(budget.sparse_count) for budget in budgets.values())
+    if sparse and config.support == "select" and not config.by_gradient:
+        LOG.info("Choosing the supports of %d layers: %s.", sparse, config.choice_of_support)
     seed = seed_of(cfg)
     # R follows from the config's seed, though Axolotl 0.19 seeds nothing before the trainer exists.
     with torch.random.fork_rng(devices=[]):

@@ -157,6 +157,7 @@ class SupertunePlugin(BasePlugin):
                     # In all processes: Axolotl's loading of the data is collective.
                     self._windows = windows_of_records(cfg, model_config)
                 else:
+                    LOG.info("Reading the calibration text, %s.", cfg.calibration_dataset)
                     self._windows = self._processes.from_first(lambda: windows_of_text(cfg, model_config))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:

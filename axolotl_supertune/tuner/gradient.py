@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..method.gradient_scores import gradient_scores
+from ..method.gradient_scores import gradient_scores, passes
+from ..method.progress import progress
 from ..method.scores import SCORES
 from .layer import SupraLayer
 from .selection import select_by_config
@@ -48,10 +49,18 @@ def choose_supports(
         )
     allow_placeholders(model, adapter_name)
     layers: dict[str, Any] = {layer.layer_name: layer for layer in sparse_layers(model, adapter_name)}
-    with _frozen(model, adapter_name):
-        scores = gradient_scores(
-            layers, batches, loss_of, squared=SCORES[config.mask_score].squares_gradients, sum_processes=sum_processes
-        )
+    squared = SCORES[config.mask_score].squares_gradients
+    micro_batches = passes(layers, squared=squared) * sum(map(len, batches))
+
+    def counted_loss(micro_batch: Any) -> Tensor:
+        bar.update()
+        return loss_of(micro_batch)
+
+    with (
+        _frozen(model, adapter_name),
+        progress("Choosing supports by gradient", total=micro_batches, unit="micro batch") as bar,
+    ):
+        scores = gradient_scores(layers, batches, counted_loss, squared=squared, sum_processes=sum_processes)
         chosen = {
             name: _selected(score, layers[name].supra_budget[adapter_name].sparse_count, config)
             for name, score in scores

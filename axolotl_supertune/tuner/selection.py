@@ -1,6 +1,7 @@
 """Budget and support of each target layer, as a `SupraConfig` describes them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..engines import sharding
 from ..method.budget import DEFAULT_BETA, LayerBudget, density_budgets, layer_budget
+from ..method.progress import progress
 from ..method.scores import SCORES, RowScores, check_weight
 from ..method.support import (
     index_dtype,
@@ -21,6 +23,9 @@ from ..method.support import (
 )
 from .config import SupraConfig
 from .quantization import backend_of
+
+# Each needs some 24 MB beside the weight.
+_MOST_THREADS = 16
 
 
 def budgets_of(layers: Mapping[str, Any], config: SupraConfig) -> dict[str, LayerBudget]:
@@ -83,10 +88,42 @@ def supports_of(
     }
     if config.compares_layers and config.support == "select":
         return _supports_of_all(layers, read_weight, budgets, config)
-    return {
-        name: _support_of_layer(layers[name], read_weight[name], budget, config, name)
+    tasks = [
+        partial(_support_of_layer, layers[name], read_weight[name], budget, config, name)
         for name, budget in budgets.items()
-    }
+    ]
+    independent = config.support_device is None and all(_is_plain_on_cpu(layer) for layer in layers.values())
+    with progress("Choosing supports", total=len(tasks), unit="layer") as bar:
+        supports = dict.fromkeys(budgets)
+        for name, support in zip(budgets, _results(tasks, threads=independent), strict=True):
+            supports[name] = support
+            bar.update()
+    return supports
+
+
+def _is_plain_on_cpu(layer: Any) -> bool:
+    """Whether reading a layer's weight takes no other process, no other device and no memory."""
+    return layer.weight.device.type == "cpu" and sharding.is_whole(layer.weight) and backend_of(layer) is None
+
+
+def _results(tasks: Sequence[Callable[[], Tensor | None]], *, threads: bool) -> Iterator[Tensor | None]:
+    """The results of functions, in order; with `threads`, as many run at once as PyTorch has threads.
+
+    One thread a layer is faster than all threads on one layer after another. Above all it does not wait: PyTorch's
+    threads meet after each of the many short operations, and where other processes keep the cores busy, each meeting
+    waits for the slowest.
+    """
+    count = min(torch.get_num_threads(), _MOST_THREADS, len(tasks)) if threads else 1
+    if count < 2:
+        yield from (task() for task in tasks)
+        return
+    before = torch.get_num_threads()
+    executor = ThreadPoolExecutor(count, "supports", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield from executor.map(lambda task: task(), tasks)
+    finally:
+        executor.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)  # the setting of a thread is also that of threads to come
 
 
 def placeholder(weight: Tensor, count: int, size: int) -> Tensor:
@@ -144,15 +181,16 @@ def _supports_of_all(
             f"{abstract}: budget_scope: global compares the scores of real weights, and this one is on the meta "
             "device: load the base model whole."
         )
-    compared = [
-        (
-            (budgets[name].out_features, budgets[name].in_features),
-            lambda name=name: _rows(read_weight[name](), config, name),
-        )
-        for name in layers
-    ]
+
+    def scores(name: str) -> RowScores:
+        bar.update()
+        return _rows(read_weight[name](), config, name)
+
+    compared = [((budget.out_features, budget.in_features), partial(scores, name)) for name, budget in budgets.items()]
     count = sum(budget.sparse_count for budget in budgets.values())
-    chosen = select_across(compared, count, config.sparse_direction, hybrid_beta=_beta(config))
+    # Every layer is read in several passes, whose number depends on the scores.
+    with progress("Comparing the scores of all layers", total=None, unit="layer") as bar:
+        chosen = select_across(compared, count, config.sparse_direction, hybrid_beta=_beta(config))
     config.sparse_counts = {name: len(support) for name, support in zip(layers, chosen, strict=True)}
     for name, layer_count in config.sparse_counts.items():
         budgets[name] = _with_count(budgets[name], layer_count)

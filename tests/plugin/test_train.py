@@ -496,12 +496,17 @@ def test_training_goes_on_from_lora_model_dir(trained, settings, train, tmp_path
 
 def test_the_table_at_start_has_the_exact_total(settings, train, monkeypatch):
     logged = []
-    monkeypatch.setattr(
-        "axolotl_supertune.plugin.plugin.LOG.info", lambda message, *args: logged.append(message % args)
-    )
+    for module in ("plugin", "create"):
+        monkeypatch.setattr(
+            f"axolotl_supertune.plugin.{module}.LOG.info", lambda message, *args: logged.append(message % args)
+        )
     trainer = train(settings(max_steps=1, eval_steps=None))
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    table = "\n".join(logged)
+    # What may take long says that it has begun.
+    reading, norms_saved, choosing, table = logged
+    assert re.fullmatch(r"Reading the calibration text, \S+text\.txt\.", reading)
+    assert norms_saved.startswith("Activation norms saved")
+    assert choosing == "Choosing the supports of 14 layers: wanda-bottom."
     assert f"{trained:,}" in table
     assert "2 × q_proj" in table
     assert "wanda-bottom" in table

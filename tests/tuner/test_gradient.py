@@ -6,6 +6,7 @@ from peft import PeftModel, get_peft_model
 from tiny_llama import NARROW, make_llama
 
 from axolotl_supertune import SupraConfig
+from axolotl_supertune.method import progress
 from axolotl_supertune.method.support import select_support
 from axolotl_supertune.tuner.gradient import choose_supports, freeze_values, sparse_layers
 
@@ -34,6 +35,15 @@ def dense(batches, squared, merged=None):
     stacked = [torch.stack(each) for each in zip(*taken, strict=True)]
     means = [each.square().mean(0) if squared else each.mean(0).abs() for each in stacked]
     return dict(zip(names, means, strict=True))
+
+
+def test_a_slow_choice_shows_how_many_batches_are_done(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0)
+    model = adapted()
+    choose_supports(model.train(), [[ids] for ids in IDS], loss_of(model))
+    error = capsys.readouterr().err
+    assert "Choosing supports by gradient" in error
+    assert "4/4" in error
 
 
 @pytest.mark.parametrize("score", ["gradient", "squared_gradient"])
