@@ -1,8 +1,10 @@
-"""Write `word_problems.jsonl`: arithmetic word problems with worked answers, made up from templates by a seed.
+"""Write `word_problems.jsonl` (400 records to train on) and `word_problems_test.jsonl` (30 held-out ones).
 
-    python examples/make_word_problems.py [OUTPUT]
+    python examples/make_word_problems.py [FOLDER]
 
-The file in this folder was written so; the same seed writes the same bytes.
+Arithmetic word problems of two steps with worked answers, in the Alpaca format; an answer ends with `#### N`. They are
+made from templates by a seed: the files in this folder were written so, and the same seed writes the same bytes. No
+held-out problem has the three numbers of a training problem, in whatever order.
 """
 
 import argparse
@@ -11,83 +13,72 @@ import pathlib
 import random
 
 SEED = 0
-COUNT = 400
+TRAINING, HELD_OUT = 400, 30
 NAMES = ["Ada", "Ben", "Chloe", "Dev", "Elif", "Femi", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Leo", "Mina", "Noor"]
 THINGS = ["apples", "books", "cards", "eggs", "keys", "lamps", "marbles", "pencils", "plates", "shells", "stamps"]
 
 
-def buy(rng: random.Random) -> tuple[str, list[str], int]:
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    count, price = rng.randint(3, 12), rng.randint(2, 9)
-    cost = count * price
-    paid = cost + rng.randint(1, 30)
+def gets_and_gives(rng: random.Random, name: str, thing: str) -> tuple[str, list[str], int, tuple[int, ...]]:
+    start, more = rng.randint(2, 9), rng.randint(2, 9)
+    given = rng.randint(1, min(9, start + more - 1))
+    friend = rng.choice([other for other in NAMES if other != name])
+    total, left = start + more, start + more - given
     return (
-        f"{name} buys {count} {thing} at {price} dollars each and pays with {paid} dollars. "
-        "How many dollars does the seller give back?",
-        [f"The {thing} cost {count} * {price} = {cost} dollars.", f"The change is {paid} - {cost} = {paid - cost}."],
-        paid - cost,
+        f"{name} has {start} {thing}, gets {more} more and then gives {given} to {friend}. How many {thing} are left?",
+        [f"{start} + {more} = {total}", f"{total} - {given} = {left}"],
+        left,
+        (start, more, given),
     )
 
 
-def share(rng: random.Random) -> tuple[str, list[str], int]:
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    friends, each, left = rng.randint(3, 9), rng.randint(2, 12), rng.randint(1, 8)
-    total = friends * each + left
+def boxes_and_loose(rng: random.Random, name: str, thing: str) -> tuple[str, list[str], int, tuple[int, ...]]:
+    boxes, each, loose = rng.randint(2, 5), rng.randint(2, 5), rng.randint(1, 9)
+    packed = boxes * each
     return (
-        f"{name} has {total} {thing}, keeps {left} and shares the rest equally among {friends} friends. "
-        f"How many {thing} does each friend get?",
-        [f"{total} - {left} = {total - left} {thing} are shared.", f"Each gets {total - left} / {friends} = {each}."],
-        each,
+        f"{name} packs {boxes} boxes with {each} {thing} in each and has {loose} more {thing}. "
+        f"How many {thing} does {name} have in all?",
+        [f"{boxes} * {each} = {packed}", f"{packed} + {loose} = {packed + loose}"],
+        packed + loose,
+        (boxes, each, loose),
     )
 
 
-def collect(rng: random.Random) -> tuple[str, list[str], int]:
-    first, second = rng.sample(NAMES, 2)
-    thing = rng.choice(THINGS)
-    start, times, lost = rng.randint(4, 20), rng.randint(2, 5), rng.randint(1, 9)
-    more = start * times
+def bags_and_lost(rng: random.Random, name: str, thing: str) -> tuple[str, list[str], int, tuple[int, ...]]:
+    bags, each = rng.randint(2, 5), rng.randint(2, 5)
+    bought = bags * each
+    lost = rng.randint(1, min(9, bought - 1))
     return (
-        f"{first} has {start} {thing} and {second} has {times} times as many. {second} loses {lost} of them. "
-        f"How many {thing} do they have together now?",
-        [
-            f"{second} had {start} * {times} = {more} {thing} and now has {more} - {lost} = {more - lost}.",
-            f"Together they have {start} + {more - lost} = {start + more - lost}.",
-        ],
-        start + more - lost,
+        f"{name} buys {bags} bags of {each} {thing} and loses {lost} of them. How many {thing} are left?",
+        [f"{bags} * {each} = {bought}", f"{bought} - {lost} = {bought - lost}"],
+        bought - lost,
+        (bags, each, lost),
     )
 
 
-def week(rng: random.Random) -> tuple[str, list[str], int]:
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    daily, days, extra = rng.randint(2, 15), rng.randint(3, 7), rng.randint(5, 40)
-    made = daily * days
-    return (
-        f"{name} sells {daily} {thing} a day for {days} days and then {extra} more at a market. "
-        f"How many {thing} did {name} sell?",
-        [
-            f"In {days} days that is {daily} * {days} = {made} {thing}.",
-            f"In all it is {made} + {extra} = {made + extra}.",
-        ],
-        made + extra,
-    )
-
-
-def records(seed: int = SEED, count: int = COUNT) -> list[dict[str, str]]:
-    """`count` distinct problems in the Alpaca format; the answer closes with `#### N`."""
+def records(seed: int = SEED) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The training records and the held-out ones, all distinct: `instruction`, `input` (empty) and `output`."""
     rng = random.Random(seed)
-    problems: dict[str, dict[str, str]] = {}
-    while len(problems) < count:
-        question, steps, answer = rng.choice([buy, share, collect, week])(rng)
-        problems[question] = {"instruction": question, "input": "", "output": "\n".join([*steps, f"#### {answer}"])}
-    return list(problems.values())
+    training: dict[str, dict[str, str]] = {}
+    held_out: dict[tuple[int, ...], dict[str, str]] = {}
+    while len(training) < TRAINING:
+        template = rng.choice([gets_and_gives, boxes_and_loose, bags_and_lost])
+        question, steps, answer, numbers = template(rng, rng.choice(NAMES), rng.choice(THINGS))
+        record = {"instruction": question, "input": "", "output": "\n".join([*steps, f"#### {answer}"])}
+        key = tuple(sorted(numbers))
+        if len(held_out) < HELD_OUT:  # the first problems are held out, one for each set of numbers
+            held_out.setdefault(key, record)
+        elif key not in held_out:
+            training[question] = record
+    return list(training.values()), list(held_out.values())
 
 
 def main() -> None:
     here = pathlib.Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", nargs="?", type=pathlib.Path, default=here / "word_problems.jsonl")
-    output = parser.parse_args().output
-    output.write_text("".join(json.dumps(record) + "\n" for record in records()), encoding="utf-8")
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=here, help="default: the folder of this script")
+    folder = parser.parse_args().folder
+    for name, problems in zip(("word_problems.jsonl", "word_problems_test.jsonl"), records(), strict=True):
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in problems), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Every example YAML is valid on this Axolotl, says the paper's settings, and prompts with the Alpaca template."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -120,11 +121,39 @@ def test_the_llama_examples_prompt_with_the_alpaca_template(path, base, settings
     assert tokenizer.decode(learned) == f"#### {number}</s>"
 
 
+def committed_problems():
+    """The quickstart's training and held-out records."""
+    names = "word_problems.jsonl", "word_problems_test.jsonl"
+    return tuple([json.loads(line) for line in (EXAMPLES / name).read_text().splitlines()] for name in names)
+
+
 def test_the_committed_word_problems_are_what_the_script_writes():
-    records = runpy.run_path(str(EXAMPLES / "make_word_problems.py"))["records"]()
-    committed = (EXAMPLES / "word_problems.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in committed] == records
-    assert len({record["instruction"] for record in records}) == len(records)
+    training, held_out = runpy.run_path(str(EXAMPLES / "make_word_problems.py"))["records"]()
+    assert committed_problems() == (training, held_out)
+    for records in (training, held_out):
+        assert len({record["instruction"] for record in records}) == len(records)
+    assert len(held_out) >= 20
+
+
+def test_no_held_out_problem_is_trained_on_nor_one_with_its_numbers():
+    training, held_out = committed_problems()
+    seen = {numbers_of(record) for record in training}
+    assert not {record["instruction"] for record in held_out} & {record["instruction"] for record in training}
+    assert not {numbers_of(record) for record in held_out} & seen
+
+
+def numbers_of(record):
+    """The numbers of a question, whatever their order."""
+    return tuple(sorted(int(number) for number in re.findall(r"\d+", record["instruction"])))
+
+
+def test_the_worked_answers_of_the_word_problems_are_right():
+    for record in [record for records in committed_problems() for record in records]:
+        *steps, stated = record["output"].splitlines()
+        for step in steps:
+            left, right = step.split(" = ")
+            assert eval(left) == int(right), record  # digits and one operator: the files are ours
+        assert stated == f"#### {right}"
 
 
 @pytest.mark.slow

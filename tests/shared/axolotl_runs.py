@@ -10,18 +10,15 @@ os.environ.setdefault("AXOLOTL_DO_NOT_TRACK", "1")
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import hashlib
-import runpy
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+import word_problems
 import yaml
 from filelock import FileLock
 from tiny_llama import save_llama
 from trainings import Finished, logits
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # What a conftest.py imports from here.
 __all__ = ["base", "fresh_plugins", "load", "problems", "session_folder", "settings", "train", "trained", "write"]
@@ -54,8 +51,7 @@ def base(session_folder):
     """A folder with a tiny Llama in fp32 and a byte-level BPE tokenizer trained on the word problems."""
 
     def make(folder):
-        texts = (EXAMPLES / "word_problems.jsonl").read_text().splitlines(keepends=True)
-        save_llama(folder, texts, 400, max_position_embeddings=512, tie_word_embeddings=True)
+        save_llama(folder, word_problems.lines(), 400, max_position_embeddings=512, tie_word_embeddings=True)
 
     return made_once(session_folder / "base", make)
 
@@ -65,8 +61,8 @@ def problems(session_folder):
     """A few word problems: (path of an Alpaca jsonl, path of a text to calibrate on)."""
 
     def make(folder):
-        records = runpy.run_path(str(EXAMPLES / "make_word_problems.py"))["records"](seed=1, count=48)
-        (folder / "problems.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        records = word_problems.records(seed=1, count=48)
+        (folder / "problems.jsonl").write_text("".join(word_problems.lines(seed=1, count=48)))
         (folder / "text.txt").write_text("\n".join(f"{record['instruction']} {record['output']}" for record in records))
 
     folder = made_once(session_folder / "problems", make)

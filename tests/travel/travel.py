@@ -77,12 +77,12 @@ def make_inputs(folder):
 
     make_base().save_pretrained(folder / "base")
     trained = ByteLevelBPETokenizer()
-    problems = ROOT / "examples/word_problems.jsonl"
-    trained.train([str(problems)], vocab_size=400, special_tokens=["<pad>", "<s>", "</s>"])
+    problems = runpy.run_path(str(ROOT / "tests/shared/word_problems.py"))
+    trained.train_from_iterator(problems["lines"](), vocab_size=400, special_tokens=["<pad>", "<s>", "</s>"])
     PreTrainedTokenizerFast(
         tokenizer_object=trained._tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder / "base")
-    records = runpy.run_path(str(ROOT / "examples/make_word_problems.py"))["records"](seed=1, count=48)
+    records = problems["records"](seed=1, count=48)
     (folder / "problems.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "text.txt").write_text("\n".join(f"{each['instruction']} {each['output']}" for each in records))
 
