@@ -359,6 +359,13 @@ def test_what_fits_is_what_the_plan_says(tmp_path, file):
     assert written.warnings
 
 
+def test_the_gpu_that_is_here_is_planned_for(base, file, tmp_path, monkeypatch):
+    monkeypatch.setattr("axolotl_supertune.plugin.init.init._memory_of_the_gpu_here", lambda: 24.0 * GIB)
+    text = init(str(base), file(30 * [PAIR]), tmp_path / "run.yml").text
+    assert "the GPU that was seen here (24 GiB)" in text.replace("\n# ", " ")
+    assert yaml.safe_load(text)["bf16"] == "auto"
+
+
 # --- The YAML ---------------------------------------------------------------------------------------------------------
 
 

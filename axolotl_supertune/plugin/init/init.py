@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,10 @@ import yaml
 
 from ..plan.plan import make as make_plan
 from . import placement as placing
-from .base import Base, Tokens, choose_tokens, read_base
-from .data_format import Chat, Completion, Data, Pairs, read_data
-from .lengths import Lengths, measure
-from .placement import Placement
-from .schedule import Method, Schedule, choose_method, make_schedule
+from .base import choose_tokens, read_base
+from .data_format import Chat, Completion, Pairs, read_data
+from .lengths import measure
+from .schedule import choose_method, make_schedule
 from .settings import Draft, all_keys
 from .yaml_text import yaml_text
 
@@ -60,11 +59,14 @@ def init(
         lengths = measure(data, base, tokens.template)
         schedule = make_schedule(data.usable)
         method = choose_method(adapter, base.parameters, schedule.steps)
-        seen = None if gpu_memory is not None else _memory_of_the_gpu_here()
-        place = _place(base, data, output, tokens, lengths, schedule, method, gpu_memory or seen)
+        place = placing.on_cpu(schedule.batch, lengths.sequence_len)
         draft = Draft(base, data, output, tokens, lengths, schedule, method, place, gpu_memory is None)
+        memory = gpu_memory or _memory_of_the_gpu_here()
+        if memory is not None:
+            place = placing.on_gpu(schedule.batch, memory, lambda tried: _mapping(replace(draft, place=tried)))
+            draft = replace(draft, place=place)
         text = yaml_text(all_keys(draft))
-        plan = make_plan(yaml.safe_load(text), gpus=1)
+        plan = make_plan(_mapping(draft), gpus=1)
     warnings = [*tokens.warnings, *(f"The plan refuses: {refusal}" for refusal in plan.refusals)]
     if data.empty_count:
         warnings.append(f"{data.empty_count} records have nothing to learn ({', '.join(data.empty)}): remove them.")
@@ -77,25 +79,10 @@ def init(
     return Written(text, summary, _commands(draft), warnings)
 
 
-def _place(
-    base: Base,
-    data: Data,
-    output: Path,
-    tokens: Tokens,
-    lengths: Lengths,
-    schedule: Schedule,
-    method: Method,
-    gpu_memory: float | None,
-) -> Placement:
-    if gpu_memory is None:
-        return placing.on_cpu(schedule.batch, lengths.sequence_len)
-
-    def mapping(place: Placement) -> dict[str, Any]:
-        draft = Draft(base, data, output, tokens, lengths, schedule, method, place, False)
-        loaded: dict[str, Any] = yaml.safe_load(yaml_text(all_keys(draft)))
-        return loaded
-
-    return placing.on_gpu(schedule.batch, gpu_memory, mapping)
+def _mapping(draft: Draft) -> dict[str, Any]:
+    """The keys of the YAML of a draft, as they are read from it."""
+    loaded: dict[str, Any] = yaml.safe_load(yaml_text(all_keys(draft)))
+    return loaded
 
 
 def _memory_of_the_gpu_here() -> float | None:
