@@ -133,6 +133,7 @@ def test_other_names_of_roles_are_mapped(file):
         ([ALPACA, "[1]"], "line 2 is list, not an object with columns"),
         ([{"a": 1, "b": "x", "c": None}], r"Columns of line 1: a \(a number\), b \(text\), c \(empty\). Known"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "chosen and rejected .* not supported"),
+        ([CHAT | {"chosen": CHAT["messages"], "rejected": []}], "chosen and rejected .* not supported"),
         ([ALPACA, {"instruction": "a"}], r"1 of 2 records do not fit .* alpaca .*line 2: output is missing"),
         ([ALPACA, ALPACA | {"output": 3}], "line 2: output is a number, not text"),
         ([ALPACA, ALPACA | {"output": None}], "line 2: output is missing"),
@@ -183,6 +184,13 @@ def test_a_missing_file_is_an_error(tmp_path):
 def test_records_that_teach_nothing_are_named(file):
     data = read_data(file([ALPACA, ALPACA | {"output": " "}, ALPACA | {"source": "me"}]))
     assert (data.count, data.usable, data.empty, data.unused) == (3, 2, ["line 2"], ("source",))
+
+
+def test_columns_that_axolotl_reads_unasked_are_told(file):
+    data = read_data(file([PAIR | {"system": "Be brief.", "id": 1}]))
+    assert (data.read_too, data.unused) == (("system",), ("id",))
+    data = read_data(file([CHAT | {"tools": [], "id": 1}]))
+    assert (data.read_too, data.unused) == (("tools",), ("id",))
 
 
 # --- The base ---------------------------------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ _KEPT = 20_000
 _SHOWN = 3
 
 
-# Every format has: `label`, its name for a message; `columns` that are trained on; `dataset()`, the keys of an entry of
-# Axolotl's `datasets` without `path`; `problem(record)`, what keeps Axolotl from training on a record, empty if nothing
-# does; `teaches(record)`, whether there is something in it to learn.
+# Every format has: `label`, its name for a message; `columns` that are trained on; `also_read`, columns that Axolotl
+# reads with it unasked; `dataset()`, the keys of an entry of Axolotl's `datasets` without `path`; `problem(record)`,
+# what keeps Axolotl from training on a record, empty if nothing does; `teaches(record)`, whether there is something
+# in it to learn.
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class Pairs:
     @property
     def label(self) -> str:
         return "alpaca" if self.is_alpaca else f"{self.question}/{self.answer}"
+
+    @property
+    def also_read(self) -> tuple[str, ...]:
+        return () if self.is_alpaca else ("system",)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -106,6 +111,7 @@ class Completion:
 
     column: str
     label: ClassVar[str] = "completion"
+    also_read: ClassVar[tuple[str, ...]] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -138,6 +144,7 @@ class Chat:
     content: str
     roles: frozenset[str] = frozenset()
     label: ClassVar[str] = "chat"
+    also_read: ClassVar[tuple[str, ...]] = ("tools",)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -195,6 +202,7 @@ class Data:
         format: the format of all its records.
         count: how many records there are.
         empty: places of the records that teach nothing, at most three, and how many there are.
+        read_too: further columns that Axolotl reads with this format, where they are there.
         unused: columns that are not trained on.
         kept: the records whose length is measured: all, or of a large file the first and the longest.
     """
@@ -204,6 +212,7 @@ class Data:
     count: int = 0
     empty: list[str] = field(default_factory=list)
     empty_count: int = 0
+    read_too: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     kept: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -256,24 +265,25 @@ def read_data(path: Path) -> Data:
         data.format = Chat(data.format.column, data.format.role, data.format.content, frozenset(roles))
     elif path.suffix.lower() == ".csv":
         _check_csv(data)
-    data.unused = tuple(name for name in columns if name not in data.format.columns)
+    data.read_too = tuple(name for name in data.format.also_read if name in columns)
+    data.unused = tuple(name for name in columns if name not in (*data.format.columns, *data.read_too))
     return data
 
 
 def _format_of(path: Path, where: str, record: Mapping[str, Any]) -> Pairs | Completion | Chat:
-    found = _known_format(record)
-    if found is not None:
-        return found
     columns = ", ".join(f"{name} ({_kind(value)})" for name, value in record.items()) or "none"
     if {"chosen", "rejected"} <= set(record):
         raise ValueError(
             f"--data {path}: {where} has chosen and rejected answers (columns: {columns}), and training on preferences "
-            "is not supported. Keep the chosen ones, as prompt and response."
+            "is not supported. Keep the chosen ones, as prompt and response or as messages."
         )
-    raise ValueError(
-        f"--data {path}: the format is not known. Columns of {where}: {columns}. Known are {KNOWN}. Rename the "
-        "columns, or write the YAML's datasets by hand: https://docs.axolotl.ai/docs/dataset-formats/."
-    )
+    found = _known_format(record)
+    if found is None:
+        raise ValueError(
+            f"--data {path}: the format is not known. Columns of {where}: {columns}. Known are {KNOWN}. Rename the "
+            "columns, or write the YAML's datasets by hand: https://docs.axolotl.ai/docs/dataset-formats/."
+        )
+    return found
 
 
 def _known_format(record: Mapping[str, Any]) -> Pairs | Completion | Chat | None:

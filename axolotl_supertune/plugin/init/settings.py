@@ -114,6 +114,8 @@ def _method(draft: Draft) -> Iterator[Key | Comment | None]:
 def _data(draft: Draft) -> Iterator[Key | Comment | None]:
     data, schedule = draft.data, draft.schedule
     about = f"{data.count:,} records, {data.format.label}: {', '.join(data.format.columns)}."
+    if data.read_too:
+        about += f" Axolotl reads too: {', '.join(data.read_too)}."
     if data.unused:
         about += f" Not used: {', '.join(data.unused)}."
     if data.empty_count:
