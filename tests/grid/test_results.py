@@ -1,6 +1,7 @@
 """The committed report and the results page beside it are what `report` makes from the committed records."""
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -51,3 +52,20 @@ def test_the_results_page_shows_the_summary():
         ):
             numbers = [float(row[key]) for key in (column, f"{column}_sd") if row[key]]
             assert cell == " ± ".join(f"{scale * number:.{digits}f}" for number in numbers), (name, column)
+
+
+def test_the_results_page_shows_the_rates_in_between():
+    losses = {}
+    for path in [*RESULTS.glob("runs/*/*-ep1-seed0/run.json"), *RESULTS.glob("more-rates/*/*/run.json")]:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        losses[run["key"]["method"], run["key"]["learning_rate"]] = run["eval_losses"][-1][1]
+    page = (RESULTS / "README.md").read_text(encoding="utf-8")
+    section = page.split("\n## Rates in between\n")[1].split("\n## ")[0]
+    head, *rows = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if line.startswith("| ")]
+    shown = {
+        (row[0], float(rate)): cell for row in rows for rate, cell in zip(head[1:], row[1:], strict=True) if cell != "–"
+    }
+    methods = {row[0] for row in rows}
+    expected = {key: loss for key, loss in losses.items() if key[0] in methods}
+    lowest = {min((key for key in expected if key[0] == method), key=expected.__getitem__) for method in methods}
+    assert shown == {key: f"**{loss:.4f}**" if key in lowest else f"{loss:.4f}" for key, loss in expected.items()}
