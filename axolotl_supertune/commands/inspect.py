@@ -36,10 +36,10 @@ def inspect(adapter: Path, target: Path | None, layers: bool, png: Path | None) 
                 "steps of the low-rank part alone. The entries counted below are placeholders.",
                 soft_wrap=True,
             )
-        screen.print(kind_table(report.layers))
+        screen.print("", kind_table(report.layers), "")
         screen.print(LEGEND, markup=False, soft_wrap=True)
         if layers:
-            screen.print(layer_table(report.layers))
+            screen.print("", layer_table(report.layers))
     if target is not None:
         with user_errors(target):
             write_json(target, report.as_json())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,23 +21,28 @@ from ..tuner.quantization.linear import QuantizedSupraLinear
 from .axolotl_compat import axolotl_version
 
 
-def layer_table(rows: Sequence[BudgetRow], config: SupraConfig) -> Table:
-    """Rank, sparse entries, density and parameters per kind of layer, and the totals."""
+def layer_heading(config: SupraConfig) -> str:
+    """One line above `layer_table`: the method, how its support is chosen, and its budget."""
     method = "Super" if config.supra_lambda == 0 else f"Supra, λ = {config.supra_lambda}"
     rank = config.r0
     budget = f"density {config.sparse_density}" if rank is None else f"the budget of a LoRA of rank {rank}"
     scope = "" if config.budget_scope == "layer" else f", budget_scope {config.budget_scope}"
-    table = Table(title=f"{method}: {config.choice_of_support}, {budget}{scope}", title_justify="left")
+    return f"{method}: {config.choice_of_support}, {budget}{scope}"
+
+
+def layer_table(rows: Sequence[BudgetRow]) -> Table:
+    """Rank, sparse entries, density and parameters per kind of layer, and the totals; at most 80 characters wide."""
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, collapse_padding=True)
     for name in (
         "layers",
         "shape",
         "rank",
         "density",
-        "sparse entries, each",
-        "sparse entries, all",
-        "parameters, all",
+        "sparse\nentries\neach",
+        "sparse\nentries\nin all",
+        "parameters\nin all",
     ):
-        table.add_column(name, justify="left" if name in ("layers", "shape") else "right")
+        table.add_column(name, justify="left" if name in ("layers", "shape") else "right", vertical="bottom")
     sparse = size = 0
     for row in rows:
         layer = row.budget
@@ -57,10 +63,11 @@ def layer_table(rows: Sequence[BudgetRow], config: SupraConfig) -> Table:
 
 
 def layer_text(model: Any) -> str:
-    """`layer_table` of an adapted model as plain text, 120 characters wide."""
+    """`layer_heading` and `layer_table` of an adapted model as plain text."""
     text = io.StringIO()
     console = Console(file=text, width=120, color_system=None)
-    console.print(layer_table(budget_table(model), model.peft_config["default"]))
+    console.print(layer_heading(model.peft_config["default"]), markup=False, highlight=False, soft_wrap=True)
+    console.print(layer_table(budget_table(model)))
     return text.getvalue()
 
 

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LEGEND = (
-    "entries: single weights that are trained; density: their share of the layers' weights.\n"
-    "rows, columns touched: those with at least one entry. A row is an output feature, a column an input feature.\n"
-    "U: change of an entry by the sparse part. γLR: change of every weight by the low-rank part. rms: root mean square."
+    "entries: single weights that are trained; density: their share of the weights.\n"
+    "rows, cols: share of the rows (outputs) and columns (inputs) with an entry.\n"
+    "U: change of an entry. γLR: change of every weight by the low-rank part.\n"
+    "rms: root mean square; max: the largest, without its sign."
 )
 
 
@@ -37,12 +38,12 @@ def heading(report: AdapterReport, folder: Path) -> str:
 
 
 def kind_table(layers: Sequence[LayerReport]) -> "Table":
-    """A table by kind of layer, with a last row for all layers."""
-    table = _table("layers", "shape")
+    """A table by kind of layer, with a last row for all layers; 80 characters wide for a model of 70B."""
+    table = _table("layers")
     for kind in kind_reports(layers):
-        table.add_row(f"{kind.layers} × {kind.kind}", _shapes(kind), *_cells(kind))
+        table.add_row(f"{kind.layers} × {kind.kind}", *_cells(kind))
     table.add_section()
-    table.add_row(f"{len(layers)} layers", "", *_cells(summed("", layers)))
+    table.add_row(f"{len(layers)} layers", *_cells(summed("", layers)))
     return table
 
 
@@ -50,8 +51,7 @@ def layer_table(layers: Sequence[LayerReport]) -> "Table":
     """A table with a row for each layer."""
     table = _table("layer", "shape")
     for layer in layers:
-        kind = summed(layer.kind, [layer])
-        table.add_row(layer.layer, _shapes(kind), *_cells(kind))
+        table.add_row(layer.layer, f"{layer.rows} × {layer.columns}", *_cells(summed(layer.kind, [layer])))
     return table
 
 
@@ -59,20 +59,11 @@ def _table(*left: str) -> "Table":
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, collapse_padding=True)
     for name in left:
         table.add_column(name, overflow="fold")
-    for name in (
-        "rank",
-        "entries",
-        "density\nin %",
-        "rows\ntouched",
-        "columns\ntouched",
-        "U\nrms",
-        "U\nlargest",
-        "γLR\nrms",
-    ):
-        table.add_column(name, justify="right")
+    for name in ("rank", "entries", "density", "rows", "cols", "U rms", "U max", "γLR rms"):
+        table.add_column(name, justify="right", no_wrap=True)  # where space is short, names are folded and not numbers
     return table
 
 
@@ -81,7 +72,7 @@ def _cells(kind: KindReport) -> list[str]:
     return [
         _range(kind.ranks),
         f"{kind.entries:,}",
-        f"{100 * kind.density:.3f}",
+        f"{100 * kind.density:.3f}%",
         _share(kind.rows_touched),
         _share(kind.columns_touched),
         _change(kind.moved_rms) if sparse else "–",
@@ -90,18 +81,14 @@ def _cells(kind: KindReport) -> list[str]:
     ]
 
 
-def _shapes(kind: KindReport) -> str:
-    return ", ".join(f"{rows} × {columns}" for rows, columns in kind.shapes)
-
-
 def _range(numbers: Sequence[int]) -> str:
-    """`6`, or `4 to 8`."""
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    """`6`, or `4–8`."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
 
 
 def _share(share: float) -> str:
     """A share as a percentage, rounded down: only all of them are 100 %."""
-    return f"{int(100 * share)} %"
+    return f"{int(100 * share)}%"
 
 
 def _change(value: float) -> str:

@@ -108,12 +108,13 @@ def show(plan: Plan) -> None:
     """Print tables and lines to stdout; in a pipe or a file 140 characters wide."""
     from rich.console import Console
 
-    from ..run_summary import layer_table
+    from ..run_summary import layer_heading, layer_table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)
-    console.print(layer_table(plan.rows, plan.method))
+    _line(console, layer_heading(plan.method))
+    console.print(layer_table(plan.rows), "")
     if plan.estimate is None or plan.job is None:
         _line(console, f"Memory is not estimated: {plan.unknown}")
     else:
@@ -131,12 +132,13 @@ def show(plan: Plan) -> None:
 
 
 def _show_memory(console: "Console", plan: Plan, estimate: Estimate, job: Job) -> None:
+    from rich import box
     from rich.table import Table
 
     step, needed = job.step, estimate.needed / GIB
     sequences = f"{step.sequences} sequence{'' if step.sequences == 1 else 's'} of {step.length} tokens"
     _line(console, f"{_gpus(job)} needs about {needed:.1f} GiB of memory, for micro batches of {sequences}:")
-    table = Table()
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
     table.add_column(f"at the peak, {_MOMENTS.get(estimate.moment, estimate.moment)}")
     table.add_column("GiB", justify="right")
 
@@ -154,7 +156,7 @@ def _show_memory(console: "Console", plan: Plan, estimate: Estimate, job: Job) -
     add("CUDA itself", memory.CONTEXT)
     table.add_section()
     add(f"needed: the {'higher ' if estimate.calibration else ''}peak, {unusable} and CUDA", estimate.needed)
-    console.print(table)
+    console.print(table, "")
     if plan.gpu_memory is not None:
         left = plan.gpu_memory / GIB - needed
         given = f"into the {plan.gpu_memory / GIB:.1f} GiB of --gpu-memory"
