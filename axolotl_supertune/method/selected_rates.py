@@ -220,8 +220,8 @@ def _first_rate(rows: list[SelectedRate], parameters: int, epochs: float, cautio
     passes = min({row.epochs for row in rows}, key=lambda passes: (_apart(passes, epochs), -passes))
     if passes != epochs:
         cautions.append(
-            f"The rate was selected for {passes:g} epoch{'s' * (passes != 1)}, not {epochs:g}; most of the paper's methods "
-            "selected a lower one for three epochs than for one."
+            f"The rate was selected for {passes:g} epoch{'s' * (passes != 1)}, not {epochs:g}; most of the paper's "
+            "methods selected a lower one for three epochs than for one."
         )
     rows = sorted((row for row in rows if row.epochs == passes), key=_preference)
     row = rows[0]

@@ -21,7 +21,7 @@ from axolotl_supertune.plugin.init.data_format import read_data
 from axolotl_supertune.plugin.init.init import init
 from axolotl_supertune.plugin.init.lengths import measure
 from axolotl_supertune.plugin.init.placement import on_cpu
-from axolotl_supertune.plugin.init.schedule import STEPS_OF_OURS, choose_method, make_schedule
+from axolotl_supertune.plugin.init.schedule import STEPS_OF_OURS, choose_method, for_batch, make_schedule
 from axolotl_supertune.plugin.init.yaml_text import Comment, Key, yaml_text
 from axolotl_supertune.plugin.plan.plan import make
 
@@ -315,6 +315,13 @@ def test_the_rate_is_that_of_runs_with_as_many_steps():
     assert choose_method("supra", 8_000_000_000, 135).rate.learning_rate == 5e-4
     assert choose_method("supra", 8_000_000_000, 3000).rate.learning_rate == 1e-4
     assert choose_method("supra", 135_000_000, 135).rate.sparse_lr == 1e-2
+
+
+def test_small_batches_get_lower_rates(base, file, tmp_path):
+    assert [for_batch(1e-2, batch) for batch in (16, 8, 4, 1)] == [1e-2, 7.1e-3, 5e-3, 2.5e-3]
+    text = init(str(base), file(60 * [ALPACA]), tmp_path / "run.yml").text
+    assert (yaml.safe_load(text)["learning_rate"], yaml.safe_load(text)["sparse_lr"]) == (2.5e-3, 5e-3)
+    assert "# Selected: 5e-3 and 1e-2; here times √(4/16)" in text
 
 
 def test_a_score_that_did_poorly_is_not_chosen():

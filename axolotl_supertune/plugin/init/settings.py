@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...method.budget import DEFAULT_R0
+from ...method.selected_rates import rate_text
 from .base import Base, Tokens
 from .data_format import Completion, Data, Pairs
 from .lengths import LIMIT, Lengths
@@ -17,6 +18,7 @@ from .schedule import (
     STEPS_OF_THREE_EPOCHS,
     Method,
     Schedule,
+    for_batch,
 )
 from .yaml_text import Comment, Key
 
@@ -187,10 +189,17 @@ def _course(draft: Draft) -> Iterator[Key | Comment | None]:
     else:
         ran = f"The paper's three epochs had some {STEPS_OF_THREE_EPOCHS:,}"
     lines.append(f"{ran} steps of {PAPER_BATCH} records; this run has {schedule.steps:,} of {schedule.batch}.")
+    if schedule.batch != PAPER_BATCH:
+        selected = [each for each in (rate.learning_rate, rate.sparse_lr) if each is not None]
+        lines.append(
+            f"Selected: {' and '.join(map(rate_text, selected))}; here times √({schedule.batch}/{PAPER_BATCH}), "
+            "because smaller batches are noisier."
+        )
     yield Comment("\n".join(lines))
-    yield Key("learning_rate", rate.learning_rate)
+    yield Key("learning_rate", for_batch(rate.learning_rate, schedule.batch))
     if rate.sparse_lr is not None:
-        yield Key("sparse_lr", rate.sparse_lr, "of the sparse part, which bears a higher rate than the low-rank one")
+        sparse_rate = for_batch(rate.sparse_lr, schedule.batch)
+        yield Key("sparse_lr", sparse_rate, "of the sparse part, which bears a higher rate than the low-rank one")
     yield Key("lr_scheduler", "linear")
     yield Key("warmup_steps", schedule.warmup, "a tenth of the steps, at most the paper's 100")
     yield Key("optimizer", "adamw_torch" if draft.place.on_cpu else "adamw_torch_fused")
