@@ -1,4 +1,4 @@
-"""Write `word_problems.jsonl` (400 records to train on) and `word_problems_test.jsonl` (30 held-out ones).
+"""Write `word_problems.jsonl` (312 records to train on) and `word_problems_test.jsonl` (30 held-out ones).
 
     python examples/make_word_problems.py [FOLDER]
 
@@ -13,7 +13,7 @@ import pathlib
 import random
 
 SEED = 0
-TRAINING, HELD_OUT = 400, 30
+TRAINING, HELD_OUT = 312, 30
 NAMES = ["Ada", "Ben", "Chloe", "Dev", "Elif", "Femi", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Leo", "Mina", "Noor"]
 THINGS = ["apples", "books", "cards", "eggs", "keys", "lamps", "marbles", "pencils", "plates", "shells", "stamps"]
 

