@@ -98,6 +98,8 @@ class SupertunePlugin(BasePlugin):
         output_dir = Path(cfg.get("output_dir") or ".")
         if self._inference or cfg.get("merge_lora"):
             check_not_the_start(cfg, output_dir)
+        elif problem := validation.missing_evaluations(cfg):
+            LOG.warning("%s", problem)
         if cfg.get("merge_lora"):
             quantized_base.load_as_trained(cfg, Path(cfg.get("lora_model_dir") or output_dir))
         if self._inference and not cfg.get("lora_model_dir"):

@@ -90,6 +90,21 @@ _DEFAULTS: dict[str, Any] = {
 _TEXT_KEYS = ("calibration_split", "calibration_text_field")
 
 
+def missing_evaluations(cfg: Config) -> str | None:
+    """Why Axolotl would evaluate nothing although the YAML asks for it, with the remedy; None if it evaluates.
+
+    Axolotl turns `evals_per_epoch` into a fraction of all steps, and takes no fraction of 1.
+    """
+    has_data = cfg.get("val_set_size") or cfg.get("test_datasets")
+    evaluations, epochs = cfg.get("evals_per_epoch"), cfg.get("num_epochs") or 1
+    if not has_data or not evaluations or float(evaluations) * float(epochs) != 1:
+        return None
+    return (
+        f"evals_per_epoch: {evaluations} with num_epochs: {epochs:g}: Axolotl evaluates nothing then, not even before "
+        "the first step, and says nothing. Set evals_per_epoch: 2, or eval_steps."
+    )
+
+
 def prepare(cfg: Config, known_keys: Iterable[str]) -> None:
     """Check a raw config and fill in the defaults of `adapter: supra` and `adapter: super`, in place.
 

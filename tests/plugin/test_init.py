@@ -429,6 +429,14 @@ def as_pair(record):
     return {"question": record["instruction"], "answer": record["output"]}
 
 
+@pytest.mark.parametrize(("count", "epochs", "evaluations"), [(200, 3, 1), (6000, 1, 2)])
+def test_every_yaml_evaluates(base, file, tmp_path, count, epochs, evaluations):
+    """Axolotl evaluates nothing where evals_per_epoch · num_epochs is 1."""
+    data = file([ALPACA | {"instruction": f"Add 1 and {number}."} for number in range(count)])
+    mapping = yaml.safe_load(init(str(base), data, tmp_path / "run.yml").text)
+    assert (mapping["num_epochs"], mapping["evals_per_epoch"]) == (epochs, evaluations)
+
+
 @pytest.mark.parametrize("change", [dict, as_chat, as_text, as_pair], ids=["alpaca", "chat", "completion", "pair"])
 def test_the_yaml_trains(base, records, file, train, tmp_path, monkeypatch, change):
     monkeypatch.chdir(tmp_path)

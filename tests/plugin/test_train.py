@@ -569,3 +569,11 @@ def test_the_adapter_config_says_what_was_done(trained):
     assert saved["support"] == "saved"
     assert saved["calibration"]["dataset"] == mapping["calibration_dataset"]
     assert "r" not in saved, "Axolotl's fast merge would take the file for a LoRA and write the base model"
+
+
+def test_axolotl_evaluates_nothing_once_an_epoch_in_one_epoch(settings, train, caplog):
+    """What the warning says; a version of Axolotl that mends it needs no warning."""
+    keys = {"eval_steps": None, "max_steps": 2, "save_steps": 2, "num_epochs": 1, "evals_per_epoch": 1}
+    trainer = train(settings(**keys))
+    assert not [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert "evals_per_epoch: 1 with num_epochs: 1" in caplog.text

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from axolotl_supertune import SupertunePlugin
 from axolotl_supertune.engines.processes import check_processes_know_each_other, on_cpus
 from axolotl_supertune.plugin.plugin import planning
-from axolotl_supertune.plugin.validation import OWN_KEYS, SHARED_KEYS, method_config, prepare
+from axolotl_supertune.plugin.validation import OWN_KEYS, SHARED_KEYS, method_config, missing_evaluations, prepare
 
 
 class OtherArgs(BaseModel):
@@ -528,3 +528,20 @@ def test_every_key_reaches_the_config(settings, load):
 def test_a_command_line_without_arguments(monkeypatch):
     monkeypatch.setattr("sys.argv", ["python"])
     prepare({"adapter": "supra", "mask_score": "magnitude"}, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("keys", "evaluates"),
+    [
+        ({"val_set_size": 0.1, "evals_per_epoch": 1, "num_epochs": 1}, False),
+        ({"val_set_size": 0.1, "evals_per_epoch": 1}, False),
+        ({"test_datasets": [{"path": "valid.jsonl"}], "evals_per_epoch": 1, "num_epochs": 1.0}, False),
+        ({"val_set_size": 0.1, "evals_per_epoch": 2, "num_epochs": 1}, True),
+        ({"val_set_size": 0.1, "evals_per_epoch": 1, "num_epochs": 3}, True),
+        ({"val_set_size": 0.1, "eval_steps": 5, "num_epochs": 1}, True),
+        ({"val_set_size": 0, "evals_per_epoch": 1, "num_epochs": 1}, True),
+    ],
+)
+def test_a_yaml_that_asks_for_evaluations_and_gets_none_is_told(keys, evaluates):
+    problem = missing_evaluations(keys)
+    assert problem is None if evaluates else "evals_per_epoch: 1 with num_epochs: 1" in problem

@@ -206,7 +206,10 @@ def _course(draft: Draft) -> Iterator[Key | Comment | None]:
     yield Key("weight_decay", 0.0)
     yield Key("seed", 0)
     if schedule.validation:
-        yield Key("evals_per_epoch", 1, "validation loss before training and after every epoch")
+        if schedule.epochs > 1:
+            yield Key("evals_per_epoch", 1, "validation loss before training and after every epoch")
+        else:  # with 1, Axolotl evaluates nothing in a run of one epoch
+            yield Key("evals_per_epoch", 2, "validation loss before training, after half of it and at its end")
     yield Key("saves_per_epoch", 1)
     yield Key("logging_steps", max(1, min(10, schedule.steps // 10)))
 
