@@ -14,14 +14,17 @@ import random
 
 SEED = 0
 TRAINING, HELD_OUT = 312, 30
+LARGEST = 7  # number in a question
 NAMES = ["Ada", "Ben", "Chloe", "Dev", "Elif", "Femi", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Leo", "Mina", "Noor"]
 THINGS = ["apples", "books", "cards", "eggs", "keys", "lamps", "marbles", "pencils", "plates", "shells", "stamps"]
 
 
-def gets_and_gives(rng: random.Random, name: str, thing: str) -> tuple[str, list[str], int, tuple[int, ...]]:
-    start, more = rng.randint(2, 9), rng.randint(2, 9)
-    given = rng.randint(1, min(9, start + more - 1))
-    friend = rng.choice([other for other in NAMES if other != name])
+Problem = tuple[str, list[str], int, tuple[int, int, int]]  # question, steps, answer, the three numbers
+
+
+def gets_and_gives(rng: random.Random, name: str, friend: str, thing: str) -> Problem:
+    start, more = rng.randint(2, LARGEST), rng.randint(2, LARGEST)
+    given = rng.randint(1, min(LARGEST, start + more - 1))
     total, left = start + more, start + more - given
     return (
         f"{name} has {start} {thing}, gets {more} more and then gives {given} to {friend}. How many {thing} are left?",
@@ -31,27 +34,27 @@ def gets_and_gives(rng: random.Random, name: str, thing: str) -> tuple[str, list
     )
 
 
-def boxes_and_loose(rng: random.Random, name: str, thing: str) -> tuple[str, list[str], int, tuple[int, ...]]:
-    boxes, each, loose = rng.randint(2, 5), rng.randint(2, 5), rng.randint(1, 9)
-    packed = boxes * each
+def buys_and_gets(rng: random.Random, name: str, friend: str, thing: str) -> Problem:
+    start, bought, more = rng.randint(2, LARGEST), rng.randint(2, LARGEST), rng.randint(1, LARGEST)
+    total = start + bought
     return (
-        f"{name} packs {boxes} boxes with {each} {thing} in each and has {loose} more {thing}. "
+        f"{name} has {start} {thing}, buys {bought} and gets {more} more from {friend}. "
         f"How many {thing} does {name} have in all?",
-        [f"{boxes} * {each} = {packed}", f"{packed} + {loose} = {packed + loose}"],
-        packed + loose,
-        (boxes, each, loose),
+        [f"{start} + {bought} = {total}", f"{total} + {more} = {total + more}"],
+        total + more,
+        (start, bought, more),
     )
 
 
-def bags_and_lost(rng: random.Random, name: str, thing: str) -> tuple[str, list[str], int, tuple[int, ...]]:
-    bags, each = rng.randint(2, 5), rng.randint(2, 5)
-    bought = bags * each
-    lost = rng.randint(1, min(9, bought - 1))
+def loses_and_buys(rng: random.Random, name: str, friend: str, thing: str) -> Problem:
+    start, bought = rng.randint(2, LARGEST), rng.randint(2, LARGEST)
+    lost = rng.randint(1, start - 1)
+    left = start - lost
     return (
-        f"{name} buys {bags} bags of {each} {thing} and loses {lost} of them. How many {thing} are left?",
-        [f"{bags} * {each} = {bought}", f"{bought} - {lost} = {bought - lost}"],
-        bought - lost,
-        (bags, each, lost),
+        f"{name} has {start} {thing}, loses {lost} and then buys {bought}. How many {thing} does {name} have now?",
+        [f"{start} - {lost} = {left}", f"{left} + {bought} = {left + bought}"],
+        left + bought,
+        (start, lost, bought),
     )
 
 
@@ -61,8 +64,8 @@ def records(seed: int = SEED) -> tuple[list[dict[str, str]], list[dict[str, str]
     training: dict[str, dict[str, str]] = {}
     held_out: dict[tuple[int, ...], dict[str, str]] = {}
     while len(training) < TRAINING:
-        template = rng.choice([gets_and_gives, boxes_and_loose, bags_and_lost])
-        question, steps, answer, numbers = template(rng, rng.choice(NAMES), rng.choice(THINGS))
+        template = rng.choice([gets_and_gives, buys_and_gets, loses_and_buys])
+        question, steps, answer, numbers = template(rng, *rng.sample(NAMES, 2), rng.choice(THINGS))
         record = {"instruction": question, "input": "", "output": "\n".join([*steps, f"#### {answer}"])}
         key = tuple(sorted(numbers))
         if len(held_out) < HELD_OUT:  # the first problems are held out, one for each set of numbers
