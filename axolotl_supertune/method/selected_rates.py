@@ -1,7 +1,8 @@
 """Learning rates to begin with: those that the paper's runs and ours selected, and how well these runs did.
 
-`selected_rates.csv` holds them, one row for each row of the paper's appendix tables, and those that the records in
-examples/paper/results select. Every rate was chosen by validation loss. To print the table of README.md:
+`selected_rates.csv` holds them: one row for each row of the paper's appendix tables, the rates that the records in
+examples/paper/results select, and those of more runs there (`more-rates`) that had a lower validation loss with the
+same seed but were not scored. Every rate was chosen by validation loss. To print the table of README.md:
 
     python -m axolotl_supertune.method.selected_rates
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
 
-OURS = "records"
+_RECORDS, _MORE_RATES = "records: ", "more-rates: "
 _LORA, _FULL = "LoRA", "Full fine-tuning"
 # The paper's names of what the keys `adapter`, `supra_lambda` and `mask_score` say.
 _SPARSE = {"wanda": "Super", "magnitude": "Magnitude", "gradient": "SIFT", "squared_gradient": "SIFT"}
@@ -40,10 +41,12 @@ class SelectedRate:
         calibration: what Wanda's norms were measured on; empty for other scores.
         learning_rate: of all that is trained, or of the low-rank part where there is a sparse_lr.
         sparse_lr: of the sparse part, where it had a rate of its own.
-        accuracy, accuracy_before: % of the answers of six sets of word problems that are right, after and before.
+        accuracy, accuracy_before: % of the answers of six sets of word problems that are right, after and before;
+            accuracy is None where the run was not scored.
         validation_nll, validation_nll_before: nats a token; None where the source gives none.
         seeds: runs that the two are means of; None where the source does not say.
-        source: label of the paper's table, or `records: METHOD` for a method in examples/paper/results.
+        source: label of the paper's table; for a method in examples/paper/results `records: METHOD`, or
+            `more-rates: METHOD` for a run that was not scored.
     """
 
     model: str
@@ -58,7 +61,7 @@ class SelectedRate:
     calibration: str
     learning_rate: float
     sparse_lr: float | None
-    accuracy: float
+    accuracy: float | None
     accuracy_before: float
     validation_nll: float | None
     validation_nll_before: float | None
@@ -67,7 +70,29 @@ class SelectedRate:
 
     @property
     def is_ours(self) -> bool:
-        return self.source.startswith(OURS)
+        return self.source.startswith((_RECORDS, _MORE_RATES))
+
+    @property
+    def is_scored(self) -> bool:
+        return self.accuracy is not None
+
+    @property
+    def scored(self) -> "SelectedRate":
+        """This row, or for a run that was not scored the same method's row in our records, which was."""
+        if self.is_scored:
+            return self
+        source = self.source.replace(_MORE_RATES, _RECORDS)
+        return next(row for row in self.table if row.source == source)
+
+    @property
+    def accuracy_text(self) -> str:
+        """The accuracy for a message: `78.3 %`."""
+        return "not measured" if self.accuracy is None else f"{self.accuracy:.1f} %"
+
+    @property
+    def rates_text(self) -> str:
+        """`5e-4`, or with two rates `low-rank + sparse`."""
+        return " + ".join(rate_text(rate) for rate in (self.learning_rate, self.sparse_lr) if rate is not None)
 
     @property
     def name(self) -> str:
@@ -86,8 +111,8 @@ class SelectedRate:
 
     @property
     def best_adapter(self) -> "SelectedRate":
-        """The adapter that did best in the same table: by accuracy in the paper, by validation loss in our records."""
-        return max((row for row in self.table if row.method != _FULL), key=lambda row: row._gain)
+        """The best scored adapter of the same table: by accuracy in the paper, by validation NLL in our records."""
+        return max((row for row in self.table if row.method != _FULL and row.is_scored), key=lambda row: row._gain)
 
     @property
     def did_poorly(self) -> bool:
@@ -98,24 +123,28 @@ class SelectedRate:
     def _gain(self) -> float:
         if self.validation_nll is not None and self.validation_nll_before is not None:
             return self.validation_nll_before - self.validation_nll
+        if self.accuracy is None:
+            raise ValueError(f"selected_rates.csv: {self.source} has neither an accuracy nor a validation NLL.")
         return self.accuracy - self.accuracy_before
 
     def outcome(self) -> str:
         """How well the run did beside others of its table, for a message: one line, without a full stop."""
-        lora = next(row for row in self.table if row.method == _LORA)
-        if self.validation_nll is not None:
-            text = (
-                f"validation NLL {self.validation_nll:.3f} (before training {self.validation_nll_before:.3f}, "
-                f"LoRA {lora.validation_nll:.3f}), accuracy {self.accuracy:.1f} % "
-                f"(before {self.accuracy_before:.1f} %, LoRA {lora.accuracy:.1f} %)"
+        lora = next(row for row in self.table if row.method == _LORA and row.is_scored)
+        before = f"{self.accuracy_before:.1f} %"
+        if self.validation_nll is None:
+            return (
+                f"accuracy {self.accuracy_text} (before training {before}, LoRA {lora.accuracy_text}, "
+                f"the best adapter {self.best_adapter.accuracy_text})"
             )
-        else:
-            best = self.best_adapter
-            text = (
-                f"accuracy {self.accuracy:.1f} % (before training {self.accuracy_before:.1f} %, "
-                f"LoRA {lora.accuracy:.1f} %, the best adapter {best.accuracy:.1f} %)"
-            )
-        return text
+        # A run that was not scored has seed 0 only: it is compared with LoRA's best run of that seed.
+        same = next((row for row in self.table if row.method == _LORA and row.is_scored == self.is_scored), lora)
+        text = (
+            f"validation NLL {self.validation_nll:.3f} (before training {self.validation_nll_before:.3f}, "
+            f"LoRA {same.validation_nll:.3f}), "
+        )
+        if not self.is_scored:
+            text += f"one seed, not scored; with {self.scored.rates_text} "
+        return text + f"accuracy {self.scored.accuracy_text} (before {before}, LoRA {lora.accuracy_text})"
 
 
 def _setting(row: SelectedRate) -> tuple[str, str, float]:
@@ -187,6 +216,9 @@ def first_rate(
     where the source gives none, the one on Math17K rather than Math7K. Of two that are equally near, the smaller base
     and the larger number of epochs, which selected a lower rate.
 
+    The run with the lowest NLL may be one that was not scored (`SelectedRate.is_scored`). It has one seed, with which
+    its NLL is lower than that of the scored run.
+
     Args:
         parameters: weights of the base model.
         epochs: how often the data is passed.
@@ -229,13 +261,13 @@ def _first_rate(rows: list[SelectedRate], parameters: int, epochs: float, cautio
         better = row.best_adapter
         lower = max((rate for rate in _GRID if rate < row.learning_rate), default=row.learning_rate / 2)
         cautions.append(
-            f"That run did poorly: {row.accuracy:.1f} % of its answers were right, where {better.name} had "
-            f"{better.accuracy:.1f} %, although no other rate had a lower validation loss. Try {rate_text(lower)} "
-            "too, and compare answers as well as losses."
+            f"That run did poorly: its accuracy was {row.accuracy_text}, that of {better.name} {better.accuracy_text}, "
+            f"although no other rate had a lower validation loss. Try {rate_text(lower)} too, and compare answers as "
+            "well as losses."
         )
-        same = [other for other in rows[1:] if other.learning_rate == row.learning_rate]
+        same = [other for other in rows[1:] if other.is_scored and other.learning_rate == row.learning_rate]
         if same:
-            listed = ", ".join(f"{other.accuracy:.1f} % ({other.name} on {other.dataset})" for other in same)
+            listed = ", ".join(f"{other.accuracy_text} ({other.name} on {other.dataset})" for other in same)
             cautions.append(f"Other runs with this rate did otherwise: {listed}.")
     return FirstRate(row.learning_rate, row.sparse_lr, tuple(rows), tuple(cautions))
 
@@ -300,6 +332,7 @@ def _unique() -> tuple[SelectedRate, ...]:
                 row.hybrid_beta,
                 row.score,
                 row.sparse_lr,
+                row.is_scored,
             )
             found.setdefault(key, row)
     return tuple(found.values())
@@ -338,6 +371,7 @@ _TABLE_COLUMNS = (
 def markdown_table() -> str:
     """The table of first rates in README.md: each cell `rate (accuracy %)`, with two rates `low-rank + sparse`.
 
+    Where the run with the first rate was not scored, the cell has the scored one too: `rate (scored rate: accuracy)`.
     A cell that no Math17K run fills takes a Math7K run, which it names: the two are not to be compared.
     """
     lines = [
@@ -368,8 +402,8 @@ def _cell(rows: Iterable[SelectedRate]) -> str:
     row = min(rows, key=_preference, default=None)
     if row is None:
         return "–"
-    rate = rate_text(row.learning_rate) + (f" + {rate_text(row.sparse_lr)}" if row.sparse_lr else "")
-    return f"{rate} ({row.accuracy:.1f}{' on Math7K' * (row.dataset == 'Math7K')})"
+    scored = "" if row.is_scored else f"{row.scored.rates_text}: "
+    return f"{row.rates_text} ({scored}{row.scored.accuracy:.1f}{' on Math7K' * (row.dataset == 'Math7K')})"
 
 
 def rate_text(rate: float) -> str:

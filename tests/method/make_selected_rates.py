@@ -6,6 +6,7 @@ tests/method/test_selected_rates.py reads both with these functions and compares
 """
 
 import csv
+import json
 import re
 import sys
 from pathlib import Path
@@ -139,6 +140,38 @@ def record_rows() -> list[dict[str, str]]:
     return rows
 
 
+def more_rate_rows() -> list[dict[str, str]]:
+    """Of the runs in more-rates, which were not scored, those with a lower validation NLL than the selected rate.
+
+    Compared on the seed that both have; of several rates of a method the best.
+    """
+    rows = []
+    for selected in record_rows():
+        method = selected["source"].removeprefix("records: ")
+        runs = [json.loads(path.read_text()) for path in (RESULTS / "more-rates" / method).glob("*/run.json")]
+        if not runs:
+            continue
+        best = min(runs, key=_nll)
+        rate, seed = float(selected["learning_rate"]), best["key"]["seed"]
+        folder = RESULTS / "runs" / method / f"lr{rate:g}-ep{selected['epochs']}-seed{seed}"
+        if _nll(best) < _nll(json.loads((folder / "run.json").read_text())):
+            rows.append(
+                selected
+                | {
+                    "learning_rate": _rate(best["key"]["learning_rate"]),
+                    "accuracy": "",
+                    "validation_nll": f"{_nll(best):.4f}",
+                    "seeds": "1",
+                    "source": f"more-rates: {method}",
+                }
+            )
+    return rows
+
+
+def _nll(run: dict) -> float:
+    return run["eval_losses"][-1][1]
+
+
 def _method(config: dict) -> tuple[str, str, str]:
     """(name in the paper, λ, direction) of a run."""
     adapter, score = config.get("adapter"), config.get("mask_score")
@@ -165,7 +198,7 @@ def main() -> None:
     with TARGET.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(paper_rows(tex) + record_rows())
+        writer.writerows(paper_rows(tex) + record_rows() + more_rate_rows())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import fields
 from itertools import pairwise
 
 import pytest
-from make_selected_rates import COLUMNS, PAPER, TARGET, paper_rows, record_rows
+from make_selected_rates import COLUMNS, PAPER, TARGET, more_rate_rows, paper_rows, record_rows
 
 from axolotl_supertune.method.selected_rates import (
     SelectedRate,
@@ -17,12 +17,13 @@ from axolotl_supertune.method.selected_rates import (
 )
 
 M135, B1, B8 = 134_515_008, 1_235_814_400, 8_030_261_248
+OURS = ("records: ", "more-rates: ")
 SQUARED = {"supra_lambda": 0.5, "score": "squared_gradient", "direction": "top"}
 
 
 def written(of_ours):
     with TARGET.open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["source"].startswith("records") == of_ours]
+        return [row for row in csv.DictReader(file) if row["source"].startswith(OURS) == of_ours]
 
 
 @pytest.mark.skipif(not PAPER.is_file(), reason=f"{PAPER.name} is not here")
@@ -39,7 +40,32 @@ def tex_tables(tex):
 
 
 def test_our_rows_are_those_of_the_records():
-    assert written(of_ours=True) == record_rows()
+    assert written(of_ours=True) == record_rows() + more_rate_rows()
+
+
+def test_a_run_that_was_not_scored_is_there_because_it_beat_the_scored_one():
+    unscored = [row for row in selected_rates() if not row.is_scored]
+    assert [(row.name, row.rates_text, row.scored.rates_text) for row in unscored] == [
+        ("LoRA", "3e-3", "5e-3"),
+        ("Supra (bottom, λ = 0.3)", "2e-3 + 1e-2", "1e-3 + 1e-2"),
+        ("Supra (bottom, λ = 0.5)", "2e-3 + 1e-2", "1e-3 + 1e-2"),
+        ("Supra (bottom, λ = 0.8)", "2e-3 + 1e-2", "5e-3 + 1e-2"),
+    ]
+    for row in unscored:
+        assert row.validation_nll < row.scored.validation_nll, "else first_rate would take the scored one"
+        assert (row.is_ours, row.did_poorly, row.best_adapter.name) == (True, False, "Super (random)")
+        assert row in row.scored.table
+
+
+def test_a_run_that_was_not_scored_says_so():
+    assert first_rate(M135, 1, supra_lambda=0.8).explanation() == (
+        "our records: Supra (bottom, λ = 0.8) on SmolLM2-135M, 1 epoch of gsm8k: validation NLL 0.811 (before training "
+        "1.360, LoRA 0.811), one seed, not scored; with 5e-3 + 1e-2 accuracy 8.4 % (before 6.1 %, LoRA 7.8 %)."
+    )
+    assert first_rate(M135, 1, supra_lambda=0).explanation() == (
+        "our records: Super (bottom) on SmolLM2-135M, 1 epoch of gsm8k: validation NLL 0.803 (before training 1.360, "
+        "LoRA 0.812), accuracy 8.9 % (before 6.1 %, LoRA 7.8 %)."
+    )
 
 
 def test_the_file_is_read_into_its_types():
@@ -67,8 +93,9 @@ def test_the_file_is_read_into_its_types():
         # Math17K rather than Math7K; random entries are random by whichever name.
         (B1, 1, {"supra_lambda": 0, "direction": "random"}, 1e-3, None, "tab:llama1b_math17k_1epoch_accuracy_r8"),
         # Ours: by validation NLL two rates are better than one, at every λ.
-        (M135, 1, {"supra_lambda": 0.3}, 1e-3, 1e-2, "records: supra-0.3-two-rates"),
-        (M135, 1, {"supra_lambda": 0.8}, 5e-3, 1e-2, "records: supra-0.8-two-rates"),
+        (M135, 1, {"supra_lambda": 0.3}, 2e-3, 1e-2, "more-rates: supra-0.3-two-rates"),
+        (M135, 1, {"supra_lambda": 0.8}, 2e-3, 1e-2, "more-rates: supra-0.8-two-rates"),
+        (M135, 1, {"supra_lambda": 1}, 3e-3, None, "more-rates: lora"),
         (M135, 1, {"supra_lambda": 0}, 1e-2, None, "records: super-bottom"),
         (M135, 1, SQUARED, 1e-3, None, "records: rosa-squared"),
         # The nearest on a log scale: 400M lies between 135M and 1.24B at 408M, 3.15B is the middle of 1.24B and 8.03B.
@@ -85,7 +112,7 @@ def test_the_first_rate(parameters, epochs, method, rate, sparse, source):
     assert (first.learning_rate, first.sparse_lr) == (rate, sparse)
     assert first.row.source.startswith(source)
     assert rate_text(rate) not in ("", "0.0005")
-    assert ("our records" in first.explanation()) == source.startswith("records")
+    assert ("our records" in first.explanation()) == source.startswith(OURS)
 
 
 def test_what_is_near_needs_no_caution():
@@ -112,7 +139,7 @@ def test_what_is_near_needs_no_caution():
         (B8, 1, {"supra_lambda": 0, "score": "activation", "direction": "top"}, "wanda with sparse_direction: top"),
         (B8, 1, {"supra_lambda": 0.3, "direction": "random"}, "No rate is known for mask_score: wanda with sparse"),
         (B8, 1, {"supra_lambda": 0.8, "score": "magnitude", "direction": "top"}, "wanda with sparse_direction: top"),
-        (B8, 1, {"supra_lambda": 0}, "That run did poorly: 22.3 % of its answers were right, where Supra-Mag"),
+        (B8, 1, {"supra_lambda": 0}, "That run did poorly: its accuracy was 22.3 %, that of Supra-Mag"),
         (B8, 1, {"supra_lambda": 0}, "Try 5e-4 too"),
         (B8, 1, {"supra_lambda": 0}, "Other runs with this rate did otherwise: 71.8 % (Super (bottom) on Math7K)."),
         (B8, 3, {"supra_lambda": 0.3, "score": "magnitude"}, "Try 2.5e-5 too"),
@@ -163,4 +190,6 @@ def test_the_table_has_rates_with_accuracies():
     assert {line.count("|") for line in lines} == {7}
     assert "| Super, bottom | 1e-2 (8.9) | 1e-3 (37.0) | 5e-4 (55.5) | 1e-3 (22.3) | 1e-4 (72.7) |" in lines
     assert "| Super, random | 1e-2 (8.9) | 1e-3 (37.1 on Math7K) | – | 1e-3 (33.7) | 1e-4 (45.8) |" in lines
-    assert "| Supra, λ = 0.8 | 5e-3 + 1e-2 (8.4) | 1e-3 (58.8) | 5e-4 (62.2) | 5e-4 (78.3) | 1e-4 (63.7) |" in lines
+    assert "| LoRA | 3e-3 (5e-3: 7.8) | 1e-3 (57.6) | 5e-4 (61.1) | 5e-4 (73.2) | 1e-4 (71.3) |" in lines
+    supra = "| Supra, λ = 0.8 | 2e-3 + 1e-2 (5e-3 + 1e-2: 8.4) | 1e-3 (58.8) | 5e-4 (62.2) | 5e-4 (78.3) | "
+    assert f"{supra}1e-4 (63.7) |" in lines
