@@ -1,16 +1,19 @@
 """Every example YAML is valid on this Axolotl, says the paper's settings, and prompts with the Alpaca template."""
 
+import csv
 import json
 import re
 import runpy
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
 import yaml
 from transformers import AutoTokenizer, LlamaConfig
 
+import axolotl_supertune.method
 from axolotl_supertune.tasks.prompt import alpaca_prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -97,6 +100,26 @@ def test_the_llama_examples_have_the_papers_settings(path):
     assert processes == 1 or f"--num_processes {processes}\n" in path.read_text()
     assert raw["optimizer"].startswith("adamw")
     assert raw["datasets"][0]["path"] == "openai/gsm8k"
+
+
+@pytest.mark.parametrize("path", [path for path in PAPER if "70b" not in path.name], ids=lambda path: path.name)
+def test_the_llama_examples_have_the_rates_that_the_paper_selected(path):
+    raw = yaml.safe_load(path.read_text())
+    low_rank = raw["adapter"] == "supra"
+    method = {("supra", "wanda"): "Supra", ("supra", "magnitude"): "Supra-Mag", ("super", "magnitude"): "Magnitude"}
+    with (resources.files(axolotl_supertune.method) / "selected_rates.csv").open(encoding="utf-8", newline="") as file:
+        (selected,) = [
+            row
+            for row in csv.DictReader(file)
+            if row["model"] == raw["base_model"].partition("/")[2]
+            and (row["dataset"], row["epochs"]) == ("Math17K", str(raw["num_epochs"]))
+            and row["method"] == method[raw["adapter"], raw["mask_score"]]
+            and row["supra_lambda"] == (str(raw["supra_lambda"]) if low_rank else "")
+            and row["direction"] == raw["sparse_direction"]
+        ]
+    assert float(selected["learning_rate"]) == raw["learning_rate"]
+    # Nothing in the paper is quantized.
+    assert "load_in_4bit" in raw or f"({float(selected['accuracy']):.1f} %)" in path.read_text()
 
 
 @pytest.mark.parametrize(
