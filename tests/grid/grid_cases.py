@@ -1,8 +1,7 @@
-"""The base YAML and a method of the test grids, their runs, and the folder of test data."""
+"""The base YAML and a method of the test grids, and their runs."""
 
 from pathlib import Path
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 BASE = {
     "base_model": "base",
     "plugins": ["axolotl_supertune.SupertunePlugin"],

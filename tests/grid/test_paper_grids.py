@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from benchmark_files import GSM8K
 
 from axolotl_supertune.grid import config
+from axolotl_supertune.grid.config import GridError
 from axolotl_supertune.grid.read_config import read_grid
 from axolotl_supertune.grid.run_files import RunKey
 from axolotl_supertune.grid.sweep.devices import Devices
@@ -148,17 +150,38 @@ def test_other_input_is_refused(prepare, tmp_path, lines, message):
 
 
 def test_the_whole_file_is_read():
-    from grid_cases import DATA
-
     read = runpy.run_path(str(PAPER / "prepare_gsm8k.py"))["read"]
-    records = read(DATA / "train" / "gsm8k_train.jsonl")
+    records = read(GSM8K)
     assert len(records) == 7473
     assert not [record for record in records if "<<" in record["output"] or ">>" in record["output"]]
 
 
-def test_the_grid_on_the_rooms_page_can_be_read(tmp_path):
+def yamls_of_the_page(heading):
+    """The YAMLs below a heading of the room's page."""
     page = Path(config.__file__).with_name("README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+
+def test_the_grid_for_ones_own_data_can_be_read(tmp_path):
+    data, example = yamls_of_the_page("Compare rates for your own data")
+    base = tmp_path / "run.base.yml"
+    (tmp_path / "rates.yml").write_text(example)
+    base.write_text(f"base_model: base\nadapter: supra\n{data}")
+    grid = read_grid(tmp_path / "rates.yml")
+    assert [(key.method, key.learning_rate, key.epochs) for key in grid.keys] == [
+        ("run", rate, 3) for rate in (3e-4, 1e-3, 3e-3)
+    ]
+    assert grid.score.runs == "none"
+    settings = grid.settings(grid.keys[0])
+    assert {key: settings[key] for key in ("datasets", "test_datasets")} == yaml.safe_load(data)
+    base.write_text(base.read_text() + "val_set_size: 0.05\n")
+    with pytest.raises(GridError, match=r"val_set_size: 0.05 cannot be used in a grid"):
+        read_grid(tmp_path / "rates.yml")
+
+
+def test_the_grid_on_the_rooms_page_can_be_read(tmp_path):
+    (example,) = yamls_of_the_page("The GRID file")
     for file in PAPER.glob("*.yml"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "mine.yml").write_text(example)
