@@ -350,6 +350,7 @@ def _short(parameters: int) -> str:
 # Rows and columns of the table in README.md: (heading, method, λ, direction), (heading, model, epochs).
 _TABLE_ROWS = (
     ("Super, bottom", "Super", None, "bottom"),
+    ("Super, bottom, by magnitude", "Magnitude", None, "bottom"),
     ("Super, random", "Super", None, "random"),
     ("Supra, λ = 0.3", "Supra", 0.3, "bottom"),
     ("Supra, λ = 0.5", "Supra", 0.5, "bottom"),

@@ -186,7 +186,7 @@ def test_what_is_out_of_range_is_refused(parameters, epochs, share):
 
 def test_the_table_has_rates_with_accuracies():
     lines = markdown_table().splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 13
     assert {line.count("|") for line in lines} == {7}
     assert "| Super, bottom | 1e-2 (8.9) | 1e-3 (37.0) | 5e-4 (55.5) | 1e-3 (22.3) | 1e-4 (72.7) |" in lines
     assert "| Super, random | 1e-2 (8.9) | 1e-3 (37.1 on Math7K) | – | 1e-3 (33.7) | 1e-4 (45.8) |" in lines

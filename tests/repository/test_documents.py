@@ -125,3 +125,8 @@ def check(command, words, path):
     for word in words:
         if word.startswith("--") and word != "--help":
             assert word.partition("=")[0] in options, f"{path.name}: {command.name} has no option {word}"
+
+
+def test_the_readme_is_a_page():
+    """A new user reads it in ten minutes; what is longer goes into a room's page."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
