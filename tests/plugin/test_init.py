@@ -117,6 +117,35 @@ def test_pairs_of_columns_are_mapped(file, record, fields):
     assert kind["no_input_format"].endswith("### Instruction:\n{instruction}\n\n### Response:\n")
 
 
+def test_a_column_that_only_later_records_have_is_read_and_measured(base, file):
+    """Axolotl reads `input` wherever it is there; the first record alone does not say."""
+    alpaca = {"instruction": "Add 1 and 2.", "output": "3"}
+    data = read_data(file([alpaca, alpaca, alpaca | {"input": 40 * "many words "}]))
+    assert (data.format.label, data.format.columns, data.unused) == ("alpaca", ("instruction", "input", "output"), ())
+    short = read_data(file([alpaca, alpaca], "short.jsonl"))
+    found = read_base(str(base))
+    assert measure(data, found, None).longest > measure(short, found, None).longest + 40
+
+    data = read_data(file([PAIR, PAIR | {"context": "c", "input": "stray"}]))
+    kind = data.format.dataset()["type"]
+    assert (kind["field_input"], "{input}" in kind["format"], data.unused) == ("context", True, ("input",))
+    data = read_data(file([PAIR, PAIR | {"input": "c"}]))
+    assert (data.format.dataset()["type"]["field_input"], data.unused) == ("input", ())
+
+
+@pytest.mark.parametrize("first", ["context", "input"])
+def test_further_input_in_two_columns_is_an_error(file, first):
+    other = {"context": "input", "input": "context"}[first]
+    with pytest.raises(ValueError, match=f"line 3: its further input is in {other}, that of other records in {first}"):
+        read_data(file([PAIR, PAIR | {first: "c"}, PAIR | {other: "c"}]))
+
+
+def test_a_system_prompt_that_axolotl_reads_is_measured(base, file):
+    found = read_base(str(base))
+    data = read_data(file([PAIR | {"system": 40 * "many words "}]))
+    assert measure(data, found, None).longest > measure(read_data(file([PAIR])), found, None).longest + 40
+
+
 def test_other_names_of_roles_are_mapped(file):
     record = {"messages": [{"role": "human", "content": "Hello"}, {"role": "bot", "content": "Good day"}]}
     roles = read_data(file([record])).format.dataset()["roles"]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,10 +86,19 @@ class Pairs:
         with_input = {"format": ALPACA_PROMPT_WITH_INPUT} if self.context else {}
         return {"type": {"system_prompt": "", **fields, **with_input, "no_input_format": ALPACA_PROMPT}}
 
+    def widened(self, record: Mapping[str, Any]) -> "Pairs":
+        """This format with the column of further input that a record has and those before it did not have."""
+        context = self.context or _context_of(record, self.question)
+        stray = self.stray_input or "input" in record
+        return replace(self, context=context, stray_input=stray and context != "input")
+
     def problem(self, record: Mapping[str, Any]) -> str:
         for name in (self.question, self.answer):
             if record.get(name) is None:
                 return f"{name} is missing"
+        others = (name for name in _CONTEXTS if name not in self.columns and record.get(name))
+        if self.context and not record.get(self.context) and (other := next(others, "")):
+            return f"its further input is in {other}, that of other records in {self.context}"
         return next(
             (f"{name} is {_kind(record[name])}, not text" for name in self.columns if _is_no_text(record, name)), ""
         )
@@ -102,7 +111,8 @@ class Pairs:
         context = record.get(self.context) if self.context else ""
         prompt = ALPACA_PROMPT_WITH_INPUT if context else ALPACA_PROMPT
         prompt = prompt.replace("{instruction}", record[self.question]).replace("{input}", context or "")
-        return prompt + record[self.answer]
+        system = "" if self.is_alpaca else record.get("system")
+        return f"{system}\n" * bool(system) + prompt + record[self.answer]
 
 
 @dataclass(frozen=True)
@@ -240,6 +250,8 @@ def read_data(path: Path) -> Data:
             data = Data(path, _format_of(path, where, record))
         data.count += 1
         columns.update(dict.fromkeys(record))
+        if isinstance(data.format, Pairs):
+            data.format = data.format.widened(record)
         problem = data.format.problem(record)
         if problem:
             misfits.append((where, _misfit(data.format, record, problem)))
@@ -298,11 +310,14 @@ def _known_format(record: Mapping[str, Any]) -> Pairs | Completion | Chat | None
     answers = [name for name in _ANSWERS if name in record and not isinstance(record[name], list)]
     if questions and answers:
         question = questions[0]
-        context = next((name for name in _CONTEXTS if name in record and name != question), "")
-        return Pairs(question, answers[0], context, stray_input="input" in record and context != "input")
+        return Pairs(question, answers[0]).widened(record)
     if "text" in texts:
         return Completion("text")
     return Completion(texts[0]) if len(texts) == len(record) == 1 else None
+
+
+def _context_of(record: Mapping[str, Any], question: str) -> str:
+    return next((name for name in _CONTEXTS if name in record and name != question), "")
 
 
 def _misfit(expected: Pairs | Completion | Chat, record: Mapping[str, Any], problem: str) -> str:
