@@ -5,10 +5,12 @@ import json
 import re
 from pathlib import Path
 
+import pandas
 import pyarrow
 import pytest
 import yaml
 from click.testing import CliRunner
+from pandas._libs.parsers import STR_NA_VALUES
 from pyarrow.parquet import write_table
 from tiny_llama import save_llama
 from trainings import eval_losses
@@ -17,6 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig
 from axolotl_supertune.commands.cli import supertune
 from axolotl_supertune.method.selected_rates import selected_rates
 from axolotl_supertune.plugin.init.base import choose_tokens, read_base
+from axolotl_supertune.plugin.init.csv_columns import NOTHING, CsvColumns
 from axolotl_supertune.plugin.init.data_format import read_data
 from axolotl_supertune.plugin.init.init import init
 from axolotl_supertune.plugin.init.lengths import measure
@@ -193,7 +196,13 @@ def test_data_that_would_not_train_is_an_error(file, lines, message):
         ("data.json", '[{"text": "a"}, ', "no JSON"),
         ("data.csv", "question,answer\na,b,c\n", "record 1, which ends in line 2, has not as many fields"),
         ("data.csv", "question,answer\na,3\nb,4\n", "the column answer holds only numbers"),
-        ("data.csv", "question,answer\na,b\nb,\n", r"1 records have an empty answer \(record 2\)"),
+        ("data.csv", "question,answer\na,b\nb,\n", "1 records have a field .* record 2: an empty answer"),
+        ("data.csv", 'question,answer\na,b\nb,NA\nc,"None"\n', "record 2: answer is 'NA'; record 3: answer is 'None'"),
+        ("data.csv", "question,answer\na,b\nnull,b\n", "record 2: question is 'null'"),
+        ("data.csv", "text\n" + 9 * "nan\n" + "a\n", "9 records .* record 3: text is 'nan'; and 6 more"),
+        ("data.csv", "question,answer\na,True\nb,false\n", "the column answer holds only true and false"),
+        ("data.csv", "question,answer\na,inf\nb,nan\n", "the column answer holds only numbers"),
+        ("data.csv", "question,input,answer\na,1.5,x\nb,,y\n", "the column input holds only numbers"),
         ("data.parquet", "question", "no Parquet file"),
     ],
 )
@@ -201,6 +210,27 @@ def test_files_that_cannot_be_read_are_an_error(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_data(tmp_path / name)
+
+
+def test_what_a_csv_loses_is_what_pandas_loses(tmp_path):
+    assert NOTHING == STR_NA_VALUES
+    columns = ["1,2", "1.,.5", " 3 ,-1e5", "inf,-Infinity", " inf,2", "1.2.3,2.0", "1_0,2", "True,FALSE", "tRue,True"]
+    columns += [" True,False", "1,True", "1e,2", "e5,1", ".,1", "0x1F,2", "2020-01-01,2", "1,a", "true,NA", "1,NaN"]
+    path = tmp_path / "data.csv"
+    for fields in columns:
+        path.write_text("text\n" + "".join(f"{field}\n" for field in fields.split(",")))
+        found = CsvColumns(path)
+        for field in fields.split(","):
+            found.add("record", {"text": field}, ["text"], "text")
+        if pandas.api.types.is_string_dtype(pandas.read_csv(path)["text"].dropna()):
+            found.check()
+        else:
+            with pytest.raises(ValueError, match="the column text holds only"):
+                found.check()
+
+
+def test_further_input_in_a_csv_may_be_empty(file):
+    assert read_data(file([PAIR | {"input": "x"}, PAIR | {"input": ""}, PAIR | {"input": "NA"}], "d.csv")).count == 3
 
 
 def test_a_missing_file_is_an_error(tmp_path):

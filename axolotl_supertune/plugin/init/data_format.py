@@ -1,11 +1,11 @@
 """Tells of training records which format they have, what Axolotl must be told of it, and which records do not fit."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from .csv_columns import CsvColumns
 from .records import read_records
 
 ALPACA_PROMPT = (
@@ -244,6 +244,7 @@ def read_data(path: Path) -> Data:
     misfits: list[tuple[str, str]] = []
     columns: dict[str, None] = {}
     roles: set[str] = set()
+    fields = CsvColumns(path) if path.suffix.lower() == ".csv" else None
     longest = 0
     for where, record in read_records(path):
         if data is None:
@@ -256,6 +257,8 @@ def read_data(path: Path) -> Data:
         if problem:
             misfits.append((where, _misfit(data.format, record, problem)))
             continue
+        if fields:
+            fields.add(where, record, data.format.columns, getattr(data.format, "context", ""))
         if not data.format.teaches(record):
             data.empty_count += 1
             data.empty = [*data.empty, where][:_SHOWN]
@@ -269,14 +272,14 @@ def read_data(path: Path) -> Data:
         raise ValueError(f"--data {path}: there is no record in it.")
     if misfits:
         raise ValueError(_misfits_text(data, misfits))
+    if fields:
+        fields.check()
     if not data.usable:
         raise ValueError(
             f"--data {path}: no record has an answer or a text to learn; {data.format.columns[-1]} is empty."
         )
     if isinstance(data.format, Chat):
         data.format = Chat(data.format.column, data.format.role, data.format.content, frozenset(roles))
-    elif path.suffix.lower() == ".csv":
-        _check_csv(data)
     data.read_too = tuple(name for name in data.format.also_read if name in columns)
     data.unused = tuple(name for name in columns if name not in (*data.format.columns, *data.read_too))
     return data
@@ -335,24 +338,6 @@ def _misfits_text(data: Data, misfits: list[tuple[str, str]]) -> str:
         f"{data.format.label} ({', '.join(data.format.columns)}). {shown}{more}. Mend or remove them; records of two "
         "formats belong into two files."
     )
-
-
-def _check_csv(data: Data) -> None:
-    """Refuse columns that Axolotl's reader of CSV would turn into numbers or into nothing."""
-    for name in data.format.columns:
-        values = [record[name] for _, record in data.kept]
-        if all(re.fullmatch(r"\s*[-+]?[\d.]+(e[-+]?\d+)?\s*|", value, re.IGNORECASE) for value in values):
-            if name == getattr(data.format, "context", None) and not any(values):
-                continue
-            raise ValueError(
-                f"--data {data.path}: the column {name} holds only numbers, which are read from CSV as numbers and not "
-                "as text. Save the file as .jsonl, with the numbers in quotes."
-            )
-    if data.empty_count:
-        raise ValueError(
-            f"--data {data.path}: {data.empty_count} records have an empty {data.format.columns[-1]} "
-            f"({', '.join(data.empty)}), which is read from CSV as no text at all. Remove them."
-        )
 
 
 def _is_no_text(record: Mapping[str, Any], name: str) -> bool:
