@@ -129,7 +129,7 @@ def run(quickstart: Quickstart) -> bool:
         shutil.rmtree(folder / name, ignore_errors=True)
     quickstart.axolotl("train", CONFIG, "--launcher", "python")
 
-    step("4/4 30 problems that were not trained on, and whose numbers were in none that was")
+    step("4/4 score: 30 problems of which none was in the training data, nor one with the same numbers")
     answers_before, answers = quickstart.answers()
     before, after = right(answers_before), right(answers)
     for problem, answer, correct in list(zip(problems(), answers, after, strict=True))[:5]:
@@ -145,7 +145,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
     os.environ.update(HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
-    quickstart = Quickstart(parser.parse_args().folder)
+    folder = parser.parse_args().folder
+    try:
+        quickstart = Quickstart(folder)
+    except OSError as error:
+        sys.exit(f"quickstart: {folder} cannot be written: {error}. Name another folder.")
     try:
         passed = run(quickstart)
     except BaseException as error:

@@ -2,11 +2,21 @@
 
 # make_environment FOLDER [EXTRA]: a virtual environment of $PYTHON (default python3) with this package in it, editable.
 make_environment() {
-  local folder=$1 extra=${2:-} torch=()
+  local folder=$1 extra=${2:-} python=${PYTHON:-python3} torch=()
   if [ ! -x "$folder/bin/python" ]; then
-    "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one: PYTHON=python3.11")'
-    "${PYTHON:-python3}" -m venv "$folder"
+    if ! command -v "$python" > /dev/null; then
+      echo "there is no $python: Python 3.11 or newer is needed; name one, as PYTHON=python3.11" >&2
+      return 1
+    fi
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one, as PYTHON=python3.11")'
+    "$python" -m venv "$folder"
+  fi
+  # Whatever an earlier run did not come to is made up for.
+  "$folder/bin/python" -m pip --version > /dev/null 2>&1 || "$folder/bin/python" -m ensurepip > /dev/null
+  if [ ! -x "$folder/bin/uv" ]; then
     "$folder/bin/python" -m pip install -q uv || echo "uv could not be installed, so pip installs the packages; this takes longer"
+  fi
+  if ! "$folder/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
     # Axolotl takes any torch. An index may offer a small CPU build of an older one; TORCH overrides the choice.
     torch=("${TORCH:-torch<2.14}")
   fi
@@ -35,5 +45,5 @@ install_packages() {
 
 # pip_setting FOLDER NAME: the value of one of pip's settings, empty if there is none.
 pip_setting() {
-  "$1/bin/python" -m pip config list 2>/dev/null | sed -n "s/^.*\.$2='\(.*\)'\$/\1/p" | head -n 1
+  { "$1/bin/python" -m pip config list 2> /dev/null || true; } | sed -n "s/^.*\.$2='\(.*\)'\$/\1/p" | head -n 1
 }

@@ -113,6 +113,17 @@ def quantization_config(cfg: Any, model_config: Any) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(**settings)
 
 
+def check_base(name: str, model_config: Any) -> None:
+    """Refuse a base that is stored quantized by a library without a backend.
+
+    Raises:
+        ValueError: names the base, the library and the remedy.
+    """
+    saved = getattr(model_config, "quantization_config", None)
+    if saved and backend_named(quant_method(saved)) is None:
+        raise ValueError(f"base_model: {name} is quantized by {quant_method(saved)}. {REMEDY}")
+
+
 def complete(cfg: Any, model_config: Any) -> None:
     """Fill in `overrides_of_model_kwargs.quantization_config`, in place, before the model is built.
 
@@ -121,9 +132,7 @@ def complete(cfg: Any, model_config: Any) -> None:
     Raises:
         ValueError: the base model is quantized already, by a library without a backend.
     """
-    saved = getattr(model_config, "quantization_config", None)
-    if saved and backend_named(quant_method(saved)) is None:
-        raise ValueError(f"base_model: {cfg.base_model} is quantized by {quant_method(saved)}. {REMEDY}")
+    check_base(cfg.base_model, model_config)
     if not (cfg.load_in_4bit or cfg.load_in_8bit):
         return
     fields = quantization_config(cfg, model_config).to_dict()

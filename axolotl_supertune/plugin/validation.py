@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
+from ..method.adapter_files import CONFIG as ADAPTER_CONFIG
 from ..method.budget import DEFAULT_R0
 from ..method.calibration_data import (
     C4_DATASET,
@@ -49,6 +50,8 @@ SHARED_KEYS = (
 # The name of the group that sparse_lr makes; also the substring by which Axolotl finds the parameters U.
 SPARSE_LR_GROUP = "supra_values"
 _PREFIXES = ("supra_", "sparse_", "calibration_", "mask_", "hybrid_", "support_", "budget_", "low_rank_")
+
+_WEIGHTS_OF_A_MODEL = ("model", "pytorch_model", "tf_model", "flax_model", "consolidated")
 
 # Names of keys in the paper and in PEFT, which a comparison of spellings would not find.
 _ALIASES = {
@@ -255,12 +258,24 @@ def _check_training_set(cfg: Config) -> None:
 
 
 def check_base(name: Any) -> None:
-    """Refuse a base model whose name is a path, if there is no such folder; the hub's own error would mislead.
+    """Refuse a base model whose name is a path, if there is no such folder, or if the folder holds only an adapter.
+
+    The errors of transformers and the hub would mislead; beside an adapter Axolotl saves a config.json.
 
     Raises:
         MissingFileError: names the key, the folder and the remedy.
+        ConfigError: the folder holds an adapter and no model.
     """
-    if not isinstance(name, str) or os.path.isdir(name):
+    if not isinstance(name, str):
+        return
+    if os.path.isdir(name):
+        files = os.listdir(name)
+        if ADAPTER_CONFIG in files and not any(file.startswith(_WEIGHTS_OF_A_MODEL) for file in files):
+            raise ConfigError(
+                "base_model",
+                f"{name} holds an adapter and no model. Name the adapter's base model; to go on from the adapter, name "
+                "this folder in lora_model_dir.",
+            )
         return
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         home = " (~ is not expanded)" if name.startswith("~") else ""

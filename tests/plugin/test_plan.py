@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -342,6 +343,28 @@ def test_a_calibration_file_that_training_refuses_is_refused(settings, run, tmp_
     assert planned.exit_code == 1
     expected = f"beside calibration_path: {path}" if content == "other norms" else str(path)
     assert expected in planned.output.partition("Refused: ")[2]
+
+
+def test_a_base_that_another_library_quantized_is_refused(settings, run, base, tmp_path):
+    folder = tmp_path / "gptq"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    planned = run(settings(base_model=str(folder)))
+    assert planned.exit_code == 1, planned.output
+    assert f"base_model: {folder} is quantized by gptq" in " ".join(planned.output.split())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sequence_len", "long"), ("micro_batch_size", "many"), ("num_epochs", "x"), ("evals_per_epoch", 0.5)],
+)
+def test_a_value_of_a_wrong_type_is_named_and_the_rest_planned(settings, run, key, value):
+    planned = run(settings(**{"eval_steps": None, key: value}))
+    assert planned.exit_code == 1, planned.exception
+    assert f"Refused: {key}: {value}: Input should be a valid" in planned.output
+    assert "GiB" in planned.output
 
 
 def test_every_refusal_is_named_and_the_rest_planned(settings, run, tmp_path):

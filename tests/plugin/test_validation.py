@@ -545,3 +545,12 @@ def test_a_command_line_without_arguments(monkeypatch):
 def test_a_yaml_that_asks_for_evaluations_and_gets_none_is_told(keys, evaluates):
     problem = missing_evaluations(keys)
     assert problem is None if evaluates else "evals_per_epoch: 1 with num_epochs: 1" in problem
+
+
+def test_an_adapter_is_no_base_model(settings, load, tmp_path):
+    folder = tmp_path / "an_adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="base_model: .*an_adapter holds an adapter and no model"):
+        load(settings(base_model=str(folder)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axolotl.utils.dict import DictDefault
+from pydantic import ValidationError
 
 from ...engines import KEYS
 from ...method.config_error import ConfigError, MissingFileError
@@ -68,12 +69,32 @@ def _checked(raw: MutableMapping[str, Any], gpus: int) -> CheckedConfig:
         except (ConfigError, MissingFileError) as error:
             refusals.append(str(error))
             left = _without(left, error)
-    try:
-        with planning(), _world_size(1):  # checks of the number of processes have run above
-            cfg = axolotl_compat.validated(cfg, gpus)
-    except (ValueError, ImportError) as error:
-        refusals.append(str(error))
+    with planning(), _world_size(1):  # checks of the number of processes have run above
+        cfg = _validated(cfg, gpus, refusals)
     return CheckedConfig(cfg, refusals, {key: value for key, value in raw.items() if key not in left})
+
+
+def _validated(cfg: Any, gpus: int, refusals: list[str]) -> Any:
+    """The config after Axolotl's validation; what it refuses is added to `refusals`.
+
+    Values of a wrong type are removed, so that nothing is computed with them, and the rest is validated again.
+    Validation changes the config that it is given, also one that it then refuses: it is given a copy.
+    """
+    for _ in range(2):
+        try:
+            return axolotl_compat.validated(copy.deepcopy(cfg), gpus)
+        except ValidationError as error:
+            for each in error.errors():
+                place = ".".join(str(part) for part in each["loc"])
+                refusals.append(f"{place}: {each['input']}: {each['msg']}." if place else each["msg"])
+            wrong = {str(each["loc"][0]) for each in error.errors() if each["loc"]} - _BUDGET_KEYS
+            cfg = DictDefault({key: value for key, value in cfg.items() if key not in wrong})
+            if not wrong:
+                break
+        except (ValueError, ImportError) as error:
+            refusals.append(str(error))
+            break
+    return cfg
 
 
 def _check_plannable(raw: MutableMapping[str, Any]) -> None:

@@ -36,6 +36,7 @@ def make(
     engine = engine_of(raw, gpus)
     from ...tuner.targets import layer_budgets
     from ..create import adapter_config, check_all_matched
+    from ..quantized_base import check_base
     from .checked_config import checked_config
     from .data_checks import calibration_findings, data_findings, gradient_findings, start_findings
 
@@ -49,6 +50,10 @@ def make(
     except TypeError as error:
         raise ValueError(str(error)) from error
     plan = Plan(cfg, method, budget_rows(budgets), checked.refusals)
+    try:
+        check_base(cfg["base_model"], model_config)
+    except ValueError as error:
+        plan.refusals.append(str(error))
     sparse = [name for name, budget in budgets.items() if budget.sparse_count]
     findings = [data_findings(cfg), start_findings(cfg, method)]
     if not any(key.startswith("calibration_") for key in checked.removed):
