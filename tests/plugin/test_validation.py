@@ -552,5 +552,5 @@ def test_an_adapter_is_no_base_model(settings, load, tmp_path):
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="base_model: .*an_adapter holds an adapter and no model"):
+    with pytest.raises(ValueError, match=r"base_model: .*an_adapter holds an adapter and no model"):
         load(settings(base_model=str(folder)))
