@@ -30,7 +30,7 @@ def init(base: str, data: Path, output: Path, method: str, gpu_memory: float | N
     """
     from ..method.atomic_files import whole_file
 
-    if output.exists() and not overwrite:
+    if (output.exists() or output.is_symlink()) and not overwrite:
         raise click.ClickException(f"--output {output}: the file is there. Name another one, or add --overwrite.")
     with user_errors(output):
         click.echo(f"reading {data} and the config of {base} …", err=True)  # the imports alone take seconds

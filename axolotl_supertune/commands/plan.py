@@ -25,6 +25,8 @@ class Memory(click.ParamType):
             if match is None:
                 raise ValueError
             size = float(match[1]) * _UNITS[match[2].upper()]
+            if size == 0:
+                raise ValueError
         except (KeyError, ValueError):
             self.fail(f"{value!r} is no size: write 80GiB or 24GB.", parameter, context)
         return size

@@ -10,6 +10,7 @@ import pyarrow
 import pytest
 import yaml
 from click.testing import CliRunner
+from datasets import load_dataset
 from pandas._libs.parsers import STR_NA_VALUES
 from pyarrow.parquet import write_table
 from tiny_llama import save_llama
@@ -178,6 +179,9 @@ def test_other_names_of_roles_are_mapped(file):
         ([CHAT, {"messages": [{"content": "a"}]}], "message 1 has no role"),
         ([CHAT] + 5 * [{"messages": None}], "5 of 6 records .*line 2.*line 3.*line 4: messages is missing; and 2 more"),
         ([{"text": "a"}, {"text": None}], "line 2: text is missing"),
+        ([ALPACA | {"instruction": None}, ALPACA], "1 of 2 .* alpaca .*line 1: instruction is missing"),
+        ([{"messages": json.dumps(CHAT["messages"])}], "messages of line 1 is text and not a list of messages"),
+        ([ALPACA, '{"instruction": "\\ud800", "output": "b"}'], "line 2 holds .* half of a character"),
     ],
 )  # fmt: skip
 def test_data_that_would_not_train_is_an_error(file, lines, message):
@@ -203,6 +207,9 @@ def test_data_that_would_not_train_is_an_error(file, lines, message):
         ("data.csv", "question,answer\na,True\nb,false\n", "the column answer holds only true and false"),
         ("data.csv", "question,answer\na,inf\nb,nan\n", "the column answer holds only numbers"),
         ("data.csv", "question,input,answer\na,1.5,x\nb,,y\n", "the column input holds only numbers"),
+        ("data.csv", "instruction;output\na;b\n", "one column, 'instruction;output'. .* commas .*not ';'"),
+        ("data.json", '\ufeff[{"text": "a"}]', "byte order mark. Save it as UTF-8 without one"),
+        ("data[0].jsonl", "{}", r"\[, \], \* and \? in a path for a pattern .*data\[0\].jsonl"),
         ("data.parquet", "question", "no Parquet file"),
     ],
 )
@@ -231,6 +238,14 @@ def test_what_a_csv_loses_is_what_pandas_loses(tmp_path):
 
 def test_further_input_in_a_csv_may_be_empty(file):
     assert read_data(file([PAIR | {"input": "x"}, PAIR | {"input": ""}, PAIR | {"input": "NA"}], "d.csv")).count == 3
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.csv", "text,id\nx,1\n"), ("a.jsonl", '{"text": "x"}\n')])
+def test_a_byte_order_mark_is_read_where_axolotl_reads_it(tmp_path, name, text):
+    (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+    assert read_data(tmp_path / name).format.columns == ("text",)
+    loaded = load_dataset(name[2:].replace("jsonl", "json"), data_files=str(tmp_path / name), cache_dir=str(tmp_path))
+    assert loaded["train"].column_names[0] == "text"
 
 
 def test_a_missing_file_is_an_error(tmp_path):
@@ -329,6 +344,43 @@ def test_a_base_that_is_not_here_is_an_error(file, tmp_path):
         init(str(tmp_path / "none"), file([ALPACA]), Path("run.yml"))
     with pytest.raises(ValueError, match=r"--base owner/none: .* cannot be read.*hf download owner/none"):
         init("owner/none", file([ALPACA]), Path("run.yml"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "is quantized by gptq. SUPRA adapts unquantized",
+        ),
+        ({"hidden_size": "many"}, "its config.json cannot be used: .*hidden_size.*many"),
+        (None, "is not a valid JSON file"),
+    ],
+)
+def test_a_base_that_cannot_be_trained_is_one_line(base, file, tmp_path, changes, message):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    config = "{" if changes is None else json.dumps(json.loads((base / "config.json").read_text()) | changes)
+    (folder / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_base(str(folder))
+    assert str(caught.value).startswith(f"--base {folder}: ")
+    assert "\n" not in str(caught.value)
+    assert "hf download" not in str(caught.value)
+    assert "without the hub" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ('{"base_model_name_or_path": "owner/base"}', "Name its base: --base owner/base"),
+        ("[]", "Name the model that it was trained on"),
+    ],
+)
+def test_an_adapter_is_no_base(tmp_path, text, remedy):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"an adapter and no model. {remedy}, or merge"):
+        read_base(str(tmp_path))
 
 
 # --- Lengths, schedule, memory ----------------------------------------------------------------------------------------
@@ -536,6 +588,29 @@ def test_the_command_writes_a_file_and_says_what_follows(base, file, tmp_path):
     assert "the file is there. Name another one, or add --overwrite." in again.output
     assert CliRunner().invoke(supertune, [*words, "--overwrite", "--method", "super"]).exit_code == 0
     assert yaml.safe_load(output.read_text())["adapter"] == "super"
+
+
+def test_commands_are_quoted_for_the_shell(base, file, tmp_path):
+    output = tmp_path / "my run.yml"
+    words = ["init", "--base", str(base), "--data", str(file(30 * [ALPACA])), "--output", str(output)]
+    done = CliRunner().invoke(supertune, words)
+    assert f"  axolotl train '{output}' " in done.output
+    assert f"axolotl merge-lora '{output}'" in output.read_text()
+
+
+def test_a_link_to_nothing_is_not_replaced(base, file, tmp_path):
+    (tmp_path / "run.yml").symlink_to(tmp_path / "other.yml")
+    words = ["init", "--base", str(base), "--data", str(file([ALPACA])), "--output", str(tmp_path / "run.yml")]
+    done = CliRunner().invoke(supertune, words)
+    assert (done.exit_code, (tmp_path / "run.yml").is_symlink()) == (1, True)
+    assert "the file is there" in done.output
+
+
+@pytest.mark.parametrize("size", ["0", "0GiB"])
+def test_a_gpu_without_memory_is_refused(size):
+    done = CliRunner().invoke(supertune, ["init", "--base", "b", "--data", "d", "--gpu-memory", size])
+    assert done.exit_code == 2
+    assert f"'{size}' is no size: write 80GiB or 24GB." in done.output
 
 
 def test_an_error_is_one_line_and_leaves_no_file(base, file, tmp_path):

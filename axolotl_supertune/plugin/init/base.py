@@ -1,10 +1,17 @@
 """What a YAML must say for a base model: its size, its longest input, its special tokens and its chat template."""
 
+import json
+import os
+import shlex
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from axolotl.utils.dict import DictDefault
 
+from ...method.adapter_files import CONFIG
+from ...method.config_error import ConfigError
+from .. import quantized_base
 from ..axolotl_compat import chat_template_text
 from ..plan.plan import meta_model
 from ..validation import check_base
@@ -59,17 +66,23 @@ def read_base(name: str) -> Base:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: the config cannot be read, or is not one of a causal language model.
+        ValueError: an adapter; a base of a library that is not supported; or a config that cannot be read or is not one
+            of a causal language model.
     """
     from transformers import AutoTokenizer
 
-    check_base(name)
+    _check_folder(name)
     try:
         model, config = meta_model(DictDefault({"base_model": name}))
-    except ValueError as error:
+        quantized_base.check_base(name, config)
+    except Exception as error:  # of many kinds: what libraries raise of a config with wrong values
         text = " ".join(str(error).removeprefix("base_model: ").split())
+        if not isinstance(error, (ValueError, OSError)):
+            text = f"its config.json cannot be used: {text}"
         remedy = ""
-        if "cannot be read" in text:
+        if os.path.isdir(name):
+            text = text.replace("; without the hub, name a folder that holds the model's config.json", "")
+        elif "cannot be read" in text:
             remedy = (
                 " The learning rate, the batch and the chat template depend on the base, so nothing is written without "
                 f"it: download it (hf download {name}), or name its folder."
@@ -90,6 +103,20 @@ def read_base(name: str) -> Base:
         tokenizer,
         reason,
     )
+
+
+def _check_folder(name: str) -> None:
+    try:
+        check_base(name)
+    except ConfigError as error:  # an adapter: say which base it is of
+        try:
+            base = json.loads((Path(name) / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        except (ValueError, KeyError, TypeError):
+            base = None
+        remedy = f"Name its base: --base {shlex.quote(str(base))}" if base else "Name the model that it was trained on"
+        raise ValueError(
+            f"--base {name}: an adapter and no model. {remedy}, or merge the adapter and name the merged model."
+        ) from error
 
 
 def choose_tokens(base: Base, is_chat: bool) -> Tokens:

@@ -292,6 +292,12 @@ def _format_of(path: Path, where: str, record: Mapping[str, Any]) -> Pairs | Com
             f"--data {path}: {where} has chosen and rejected answers (columns: {columns}), and training on preferences "
             "is not supported. Keep the chosen ones, as prompt and response or as messages."
         )
+    packed = next((name for name in ("messages", "conversations") if str(record.get(name)).lstrip()[:1] == "["), "")
+    if isinstance(record.get(packed), str):
+        raise ValueError(
+            f"--data {path}: {packed} of {where} is text and not a list of messages: {record[packed][:60]!r}. Write "
+            "the list itself (json.loads makes it of the text), as .jsonl."
+        )
     found = _known_format(record)
     if found is None:
         raise ValueError(
@@ -309,7 +315,8 @@ def _known_format(record: Mapping[str, Any]) -> Pairs | Completion | Chat | None
             if role and content:
                 return Chat(column, role, content)
     texts = [name for name, value in record.items() if isinstance(value, str)]
-    questions = [name for name in _QUESTIONS if name in texts]
+    # A column that is empty in this record has its name all the same.
+    questions = [name for name in _QUESTIONS if name in record and (record[name] is None or name in texts)]
     answers = [name for name in _ANSWERS if name in record and not isinstance(record[name], list)]
     if questions and answers:
         question = questions[0]
@@ -334,7 +341,7 @@ def _misfits_text(data: Data, misfits: list[tuple[str, str]]) -> str:
     shown = "; ".join(f"{where}: {problem}" for where, problem in misfits[:_SHOWN])
     more = f"; and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
     return (
-        f"--data {data.path}: {len(misfits)} of {data.count} records do not fit the first, which is "
+        f"--data {data.path}: {len(misfits)} of {data.count} records do not fit the format, "
         f"{data.format.label} ({', '.join(data.format.columns)}). {shown}{more}. Mend or remove them; records of two "
         "formats belong into two files."
     )

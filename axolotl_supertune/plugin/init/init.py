@@ -1,6 +1,7 @@
 """Makes a commented YAML for a base model and a file of training records, and says what to run next."""
 
 import logging
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,10 +95,11 @@ def _memory_of_the_gpu_here() -> float | None:
 def _commands(draft: Draft) -> list[tuple[str, str]]:
     prompter = " --prompter AlpacaPrompter" if isinstance(draft.data.format, Pairs) else ""
     talk = "continue a text" if isinstance(draft.data.format, Completion) else "talk to it"
+    output = shlex.quote(str(draft.output))
     return [
-        (f"axolotl train {draft.output}", f"writes the adapter into {draft.output_dir}"),
-        (f"axolotl merge-lora {draft.output}", f"writes the whole model into {draft.output_dir}/merged"),
-        (f"axolotl inference {draft.output}{prompter}", f"{talk}: end your text with Ctrl-D"),
+        (f"axolotl train {output}", f"writes the adapter into {draft.output_dir}"),
+        (f"axolotl merge-lora {output}", f"writes the whole model into {draft.output_dir}/merged"),
+        (f"axolotl inference {output}{prompter}", f"{talk}: end your text with Ctrl-D"),
     ]
 
 

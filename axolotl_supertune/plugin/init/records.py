@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,12 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         FileNotFoundError: there is no such file.
         ValueError: another kind of file, an empty one, or a broken record; names the file, the record and the remedy.
     """
+    # The datasets library takes these for patterns, in the folders of a relative path too.
+    if re.search(r"[][*?]", str(path.absolute())):
+        raise ValueError(
+            f"--data {path}: Axolotl takes [, ], * and ? in a path for a pattern ({path.absolute()}). Rename the file "
+            "or the folder."
+        )
     if path.is_dir():
         raise ValueError(f"--data {path}: a folder. Name one file of {_listed(SUFFIXES)}.")
     if not path.exists():
@@ -40,8 +47,10 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open(encoding="utf-8") as file:
-        start = file.read(4096).lstrip()[:1]
-    if start != "[":
+        head = file.read(4096).lstrip()
+    if head[:2] == "\ufeff[":  # Axolotl reads a byte order mark before JSON lines and CSV, not before a list
+        raise ValueError(f"--data {path}: the file begins with a byte order mark. Save it as UTF-8 without one.")
+    if head[:1] != "[":
         yield from _json_lines(path)
         return
     try:
@@ -53,7 +62,7 @@ def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -72,13 +81,26 @@ def _mapping(path: Path, where: str, record: Any) -> dict[str, Any]:
         raise ValueError(
             f"--data {path}: {where} is {type(record).__name__}, not an object with columns: {str(record)[:60]!r}."
         )
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"--data {path}: {where} holds {error.object[error.start]!r}, half of a character (a lone surrogate), "
+            "which is no text. Remove it."
+        ) from error
     return record
 
 
 def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(sys.maxsize)
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, restkey="")
+        names = reader.fieldnames or []
+        if len(names) == 1 and (other := re.search(r"[;\t|]", names[0])):
+            raise ValueError(
+                f"--data {path}: the first line names one column, {names[0]!r}. Axolotl reads fields that commas "
+                f"separate, not {other[0]!r}: save the file with commas, or as .jsonl."
+            )
         for number, record in enumerate(reader, 1):
             if "" in record or None in record.values():
                 raise ValueError(

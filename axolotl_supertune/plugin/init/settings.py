@@ -1,5 +1,6 @@
 """The keys of the YAML in their order, each with its reason."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +67,13 @@ def all_keys(draft: Draft) -> Iterator[Key | Comment | None]:
 
 
 def _head(draft: Draft) -> Iterator[Key | Comment | None]:
+    output = shlex.quote(str(draft.output))
     yield Comment(
         f"{draft.method.adapter.capitalize()} on {draft.base.name} ({draft.base.parameters / 1e6:,.0f}M parameters), "
         "written by `axolotl supertune init`. Paths are relative to the folder that you run axolotl in.\n\n"
-        f"  axolotl supertune plan {draft.output}      # what it trains, and the memory that takes\n"
-        f"  axolotl train {draft.output}\n"
-        f"  axolotl merge-lora {draft.output}          # the whole model, in {draft.output_dir}/merged"
+        f"  axolotl supertune plan {output}      # what it trains, and the memory that takes\n"
+        f"  axolotl train {output}\n"
+        f"  axolotl merge-lora {output}          # the whole model, in {draft.output_dir}/merged"
     )
     yield Key("base_model", draft.base.name)
     special = {name: token for name, token, _ in draft.tokens.special}
