@@ -174,7 +174,7 @@ class FirstRate:
     def explanation(self) -> str:
         """Where the rate comes from and how well that run did, in one sentence."""
         row = self.row
-        whose = "our records" if row.is_ours else "the paper"
+        whose = "our runs" if row.is_ours else "the paper"
         epochs = "1 epoch" if row.epochs == 1 else f"{row.epochs:g} epochs"
         return f"{whose}: {row.name} on {row.model}, {epochs} of {row.dataset}: {row.outcome()}."
 

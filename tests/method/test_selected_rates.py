@@ -59,11 +59,11 @@ def test_a_run_that_was_not_scored_is_there_because_it_beat_the_scored_one():
 
 def test_a_run_that_was_not_scored_says_so():
     assert first_rate(M135, 1, supra_lambda=0.8).explanation() == (
-        "our records: Supra (bottom, λ = 0.8) on SmolLM2-135M, 1 epoch of gsm8k: validation NLL 0.811 (before training "
+        "our runs: Supra (bottom, λ = 0.8) on SmolLM2-135M, 1 epoch of gsm8k: validation NLL 0.811 (before training "
         "1.360, LoRA 0.811), one seed, not scored; with 5e-3 + 1e-2 accuracy 8.4 % (before 6.1 %, LoRA 7.8 %)."
     )
     assert first_rate(M135, 1, supra_lambda=0).explanation() == (
-        "our records: Super (bottom) on SmolLM2-135M, 1 epoch of gsm8k: validation NLL 0.803 (before training 1.360, "
+        "our runs: Super (bottom) on SmolLM2-135M, 1 epoch of gsm8k: validation NLL 0.803 (before training 1.360, "
         "LoRA 0.812), accuracy 8.9 % (before 6.1 %, LoRA 7.8 %)."
     )
 
@@ -112,7 +112,7 @@ def test_the_first_rate(parameters, epochs, method, rate, sparse, source):
     assert (first.learning_rate, first.sparse_lr) == (rate, sparse)
     assert first.row.source.startswith(source)
     assert rate_text(rate) not in ("", "0.0005")
-    assert ("our records" in first.explanation()) == source.startswith(OURS)
+    assert ("our runs" in first.explanation()) == source.startswith(OURS)
 
 
 def test_what_is_near_needs_no_caution():
