@@ -127,8 +127,9 @@ def _data(draft: Draft) -> Iterator[Key | Comment | None]:
         about += f" {data.empty_count} have nothing to learn ({', '.join(data.empty)}, …): remove them."
     if isinstance(data.format, Pairs) and getattr(draft.base.tokenizer, "chat_template", None):
         about += (
-            "\nThe base has a chat template, which these records do not use: they are trained with Alpaca's prompt. Ask "
-            "with it (--prompter AlpacaPrompter). To keep the base's own chat template, write them as messages with role and content."
+            "\nThe base has a chat template, which these records do not use: they are trained with Alpaca's prompt. "
+            "Ask with it (--prompter AlpacaPrompter). To keep the base's own chat template, write them as messages "
+            "with role and content."
         )
     yield Comment(about)
     yield Key("datasets", [{"path": str(data.path), **data.format.dataset()}])
