@@ -370,6 +370,12 @@ def test_a_base_that_cannot_be_trained_is_one_line(base, file, tmp_path, changes
     assert "without the hub" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["", __file__])
+def test_a_base_is_a_folder_or_a_name(name):
+    with pytest.raises(ValueError, match=f"--base '{name}': .*Name the folder of a model, or a model on the hub"):
+        read_base(name)
+
+
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [

@@ -106,6 +106,9 @@ def read_base(name: str) -> Base:
 
 
 def _check_folder(name: str) -> None:
+    if not name or os.path.isfile(name):
+        what = "a file, no model" if name else "empty"
+        raise ValueError(f"--base {name!r}: {what}. Name the folder of a model, or a model on the hub as OWNER/NAME.")
     try:
         check_base(name)
     except ConfigError as error:  # an adapter: say which base it is of
